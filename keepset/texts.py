@@ -156,6 +156,11 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
     return texts
 
 
+def encode(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, special: bool = False) -> list[int]:
+    """Return a text's tokens, with those that the tokenizer adds if `special`; it does not warn of long texts."""
+    return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
 def adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:
     """Return whether the tokenizer puts a special token at the beginning of every text."""
     return tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]

@@ -90,8 +90,8 @@ def compile(
             seed=(seed, 0),
         )
         learned: dict[str, Any] = {"weights": _weights(weights), "reward": reward, "gate": gate}
-        counts = tuple(sorted(parse_whole(budgets, "budgets")))
-        settings = CompileSettings(_method(recipe), counts, sample, prompt_tokens, continuation, seed, **learned)
+        method, counts = _method(recipe), tuple(sorted(parse_whole(budgets, "budgets")))
+        settings = CompileSettings(method, counts, sample, prompt_tokens, continuation, seed, **learned)
         tables = _compiled(model, text or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]

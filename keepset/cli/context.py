@@ -28,7 +28,7 @@ from keepset.embedded import EMBEDDED
 from keepset.errors import KeepsetError
 from keepset.images import Pictured, read_images
 from keepset.models import Source, load_processor
-from keepset.texts import chat_parts, read
+from keepset.texts import chat_parts, encode, read
 
 context = group("context", "Compress a text once and ask about it many times.")
 
@@ -101,15 +101,11 @@ def _prompt(model: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> dic
 
 def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:
     """Return what a server has to know of a text's tokens to find the text at the beginning of a message."""
-
-    def encoded(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    opening = encoded(chat_parts(tokenizer, "", "")[0])
+    opening = encode(tokenizer, chat_parts(tokenizer, "", "")[0])
     if not tokenizer.chat_template or tokens[: len(opening)] != opening:
         return {"token_ids": tokens}
-    between, word = chat_parts(tokenizer, "", "A")[1].split("A")[0], encoded("A")
-    return {"token_ids": tokens, "opening": len(opening), "joint": encoded(f"{between}A")[: -len(word)]}
+    between, word = chat_parts(tokenizer, "", "A")[1].split("A")[0], encode(tokenizer, "A")
+    return {"token_ids": tokens, "opening": len(opening), "joint": encode(tokenizer, f"{between}A")[: -len(word)]}
 
 
 @context.command()

@@ -11,7 +11,7 @@ from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.serving.load import Load
-from keepset.texts import essay, essays
+from keepset.texts import encode, essay, essays
 
 _TRIES = 50
 """Places of the text that are tried to get a piece of exactly the wanted length."""
@@ -61,7 +61,7 @@ class TextSource:
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens on a server, with those that the tokenizer adds."""
-        return list(self.tokenizer(text, verbose=False)["input_ids"])
+        return encode(self.tokenizer, text, special=True)
 
 
 def text_source(folder: str) -> TextSource:
@@ -85,7 +85,7 @@ def text_source(folder: str) -> TextSource:
         if not words:
             raise
         return TextSource(tokenizer, random.Random(0).choices(words, k=_RANDOM), f"Prompts are random words. {error}")
-    return TextSource(tokenizer, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return TextSource(tokenizer, encode(tokenizer, text))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from keepset.bench.tasks.task import Tokenizer
 from keepset.errors import KeepsetError
 from keepset.images import Pictured, image_grids
-from keepset.texts import Needle, chat_parts, insert
+from keepset.texts import Needle, chat_parts, encode, insert
 
 ANSWER_TOKENS = 12
 """Tokens that are decoded for the answer to the question, and for timing."""
@@ -140,6 +140,4 @@ def _prompt(tokenizer: Any, text: str, needle: Needle | None, pictured: Pictured
 
 
 def _ids(tokenizer: Any, text: str, special: bool = False) -> Tensor:
-    # verbose=False: no warning, because a long text is cut before the model sees it.
-    ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return torch.tensor([ids], dtype=torch.long)
+    return torch.tensor([encode(tokenizer, text, special)], dtype=torch.long)

@@ -189,8 +189,8 @@ def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Record | Skipped]
             yield from _on_one_prefill(runner, group)
             continue
         runs = (CellRun(g.task, g.seed, g.example, *g.candidates) for g in chain([group], groups))
-        for run_of_cell, cell in runner.decode(runs):
-            yield cell or Skipped(run_of_cell.task.name, run_of_cell.candidate.text, _NO_MEMORY)
+        for each, cell in runner.decode(runs):
+            yield cell or Skipped(each.task.name, each.candidate.text, _NO_MEMORY)
 
 
 def _on_one_prefill(runner: Runner, group: Group) -> Iterator[Record | Skipped]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from keepset.bench.tasks.task import Example, Tokenizer
+from keepset.texts import encode
 
 _FULL = 0.97
 """An example that fills this share of the room is not made longer."""
@@ -15,7 +16,7 @@ def room(tokenizer: Tokenizer, length: int, answer: int) -> int:
         return length - answer
     empty = [{"role": "user", "content": ""}]
     text = str(tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True))
-    return length - answer - len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return length - answer - len(encode(tokenizer, text))
 
 
 def measure(tokenizer: Tokenizer, example: Example) -> int:
@@ -23,13 +24,8 @@ def measure(tokenizer: Tokenizer, example: Example) -> int:
 
     Each part is encoded separately; joined they have at most as many tokens.
     """
-
-    def count(text: str) -> int:
-        # verbose=False: the tokenizer would warn of texts longer than it knows the model to take.
-        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    special = tokenizer.num_special_tokens_to_add()
-    return special + count(example.context) + max(count(q.text) + count(f" {q.prefix}") for q in example.questions)
+    questions = (len(encode(tokenizer, q.text)) + len(encode(tokenizer, f" {q.prefix}")) for q in example.questions)
+    return tokenizer.num_special_tokens_to_add() + len(encode(tokenizer, example.context)) + max(questions)
 
 
 def fit(

@@ -11,7 +11,7 @@ from torch import Tensor
 from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune.halving import ROUNDS
 from keepset.errors import KeepsetError
-from keepset.texts import CITIES, Needle, adds_bos, chat_parts, insert, secret_number
+from keepset.texts import CITIES, Needle, adds_bos, chat_parts, encode, insert, secret_number
 
 SIZES = (2048, 1024, 512, 256)
 """Tokens of a piece: the largest size with enough pieces is used."""
@@ -51,8 +51,7 @@ def cut(
     Raises:
         KeepsetError: the texts or the context are too short.
     """
-    # verbose=False: no warning, because a long text is cut before the model sees it.
-    ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+    ids = [encode(tokenizer, text) for text in texts]
     if longest is not None and longest < SIZES[-1] + _ROOM[retrieval]:
         raise KeepsetError(
             f"The model's context of {longest} tokens is too short for pieces of {SIZES[-1]} tokens and what follows "
@@ -106,5 +105,4 @@ def _with_facts(tokenizer: Tokenizer, body: list[int], after: list[int], chance:
         f"{question}{'' if question[-1].isspace() else ' '}{fact.opening}"
         for (_, question), fact in zip(parts, facts, strict=True)
     )
-    prompt = tokenizer(parts[0][0], add_special_tokens=False, verbose=False)["input_ids"]
-    return TextPiece(torch.tensor([prompt]), torch.tensor([after]), tuple(facts), questions)
+    return TextPiece(torch.tensor([encode(tokenizer, parts[0][0])]), torch.tensor([after]), tuple(facts), questions)

@@ -24,6 +24,7 @@ from keepset.hf.cache import Cache
 from keepset.hf.model_support import head_dim_of
 from keepset.hf.prompt_session import PromptSession, warm_up
 from keepset.recipe import Recipe, in_full
+from keepset.texts import encode
 
 
 class Measurer:
@@ -78,7 +79,7 @@ class Measurer:
         """Return which facts the greedy answers contain; all questions run at once, each on a fork of the cache."""
         if not piece.facts:
             return ()
-        questions = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in piece.questions]
+        questions = [encode(self._tokenizer, text) for text in piece.questions]
         longest = max(map(len, questions))
         padded = [[0] * (longest - len(row)) + row for row in questions]
         exists = [[0] * (longest - len(row)) + [1] * len(row) for row in questions]

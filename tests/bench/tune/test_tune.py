@@ -102,7 +102,7 @@ def test_what_is_not_composed() -> None:
 class Numbers:
     """A tokenizer whose texts are the tokens' numbers."""
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": list(map(int, text.split()))}
 
     def batch_decode(self, rows: Tensor, skip_special_tokens: bool) -> list[str]:
