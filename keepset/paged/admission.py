@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -107,7 +108,8 @@ class Admission:
             own: when the waiting request is compressed, if it has a budget of its own.
         """
         schedule = own or self._schedule
-        for name in self._late():
+        late = list(takewhile(lambda name: self._courses[name].step != self._step, self._courses))
+        for name in late:  # these were not scheduled in this step
             self._courses[name].step = self._step
             self._move(name, self._courses[name])
         # A prompt's blocks are allocated chunk by chunk, but count from the first chunk on.
@@ -126,15 +128,6 @@ class Admission:
         in_turns, after = self._sums.take(coming, axis=1, mode="wrap")
         now = in_turns[0] = after[0]
         return int((in_turns + newcomer).max() - now + missing)
-
-    def _late(self) -> list[str]:
-        """Return the requests that were not scheduled in this step."""
-        late = []
-        for name, course in self._courses.items():
-            if course.step == self._step:
-                break
-            late.append(name)
-        return late
 
     def _steps_until_compressed(self, tokens: int) -> int:
         """Return the steps until so many tokens of a prompt are processed beside the other requests."""

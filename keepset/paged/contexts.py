@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -80,23 +79,9 @@ def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size:
     return -(-lengths // block_size) - page_layout.blocks_needed(counts, lengths, block_size)
 
 
-class EntryPlaces(NamedTuple):
-    """The places of entries of a context.
-
-    Attributes:
-        chosen: which of all entries of the context.
-        layers, slots: the layer and the slot of each chosen entry. Slots go on into the caches of the layers that
-            follow, as sub-pages do.
-    """
-
-    chosen: Int[Tensor, " n"]
-    layers: Int[Tensor, " n"]
-    slots: Int[Tensor, " n"]
-
-
 def context_places(
     layout: PageLayout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: bool = False
-) -> EntryPlaces:
+) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Int[Tensor, " n"]]:
     """Return where the entries of a context go, which are packed layer after layer and head after head.
 
     Args:
@@ -105,6 +90,10 @@ def context_places(
         block_size: tokens per block.
         blocks: blocks of every layer's cache.
         own: whether only entries in the request's own pages are chosen.
+
+    Returns:
+        Which of all entries are chosen, and the layer and the slot of each. Slots go on into the caches of the layers
+        that follow, as sub-pages do.
     """
     counts = layout.counts[0]
     layers, kv_heads = counts.shape
@@ -120,4 +109,4 @@ def context_places(
         chosen = (entry >= (page_layout.shareable_pages(sizes, block_size) * block_size)[head]).nonzero()[:, 0]
         head, entry = head[chosen], entry[chosen]
     slots = tables.flatten(1, 2)[0].long()[head, entry // block_size] * block_size + entry % block_size
-    return EntryPlaces(chosen, head // kv_heads, slots)
+    return chosen, head // kv_heads, slots

@@ -82,11 +82,6 @@ class EntryColumns:
         """What attention adds to the logits of packed entries; None as long as no entry needs a bias."""
         return self[BIAS] if self._biased else None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return sum(column.nbytes for column in (*self._columns.values(), *self._private.values()))
-
     def private(self, request: int, name: str, entries: int) -> Float[Tensor, "layers kv_heads places *rest"]:
         """Return a request's private column, for writing.
 

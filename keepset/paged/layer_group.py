@@ -17,7 +17,9 @@ from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
+from keepset.paged.pages import PagedEntries
 from keepset.paged.planner import Planner
+from keepset.paged.ragged_heads import RaggedHeadTables
 from keepset.paged.step import LayerOperation, StepPlan
 from keepset.recording.ring import QueryRing
 
@@ -45,7 +47,6 @@ class LayerGroup:
         share: which of the model's heads this process has; None: all of them.
 
     Attributes:
-        planner, ring, count: as given.
         layers: the indices of the group's layers in the model.
         all_layers: the indices of all layers of the model that are compressed.
         recipe: the recipe of the group's schedule.
@@ -126,12 +127,7 @@ class LayerGroup:
         format = self.pages_of(0).format
         return isinstance(format, PageFormat) and format.numbers == torch.int8
 
-    def write_context(
-        self,
-        columns: Mapping[str, Tensor],
-        layers: Int[Tensor, " n"],
-        slots: Int[Tensor, " n"],
-    ) -> None:
+    def write_context(self, columns: Mapping[str, Tensor], layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]) -> None:
         """Write entries of a context into the pages, once all events that are due are over.
 
         Args:
@@ -170,12 +166,12 @@ class LayerGroup:
         Raises:
             RuntimeError: the place of its entries is not known any more.
         """
-        layers, pages = {}, self.planner.export_request(blocks, length)
+        assert isinstance(self.planner.tables, RaggedHeadTables)
+        layers, pages = {}, self.planner.tables.export_request(blocks, length)
         for place, layer in enumerate(self.layers):
             occupied = pages.occupied(range(place, place + 1))
-            keys, values = self.pages_of(0).read(occupied.subpages[0])
-            if (format := self.pages_of(place).format) is not None:
-                keys, values = format.decode_keys(keys), format.decode_values(values)
+            paged = PagedEntries(self.pages_of(0), occupied.subpages, self.formats(range(place, place + 1)))
+            keys, values = paged.keys(slice(None))[0], paged.values(slice(None))[0]
             lengths = occupied.entries.new_tensor([length])
             index = torch.arange(keys.shape[1], device=keys.device)
             exists = index < occupied.entries[0, :, None]

@@ -27,7 +27,9 @@ class LayoutTable:
     def __init__(self, layers: int, kv_heads: int, block_size: int, size: EngineSize) -> None:
         self._shape, self._block_size, self._drafts = (size.blocks, layers, kv_heads), block_size, size.drafts
         self._layouts: FiledLayouts | None = None
-        self._lost = _LostFlag()
+        # Whether a request's layout was not where it must be: on the device, and a copy that the host reads.
+        self._lost: Int[Tensor, " 1"]
+        self._host_lost: Int[Tensor, " 1"]
 
     def file(self, page: int, layout: PageLayout) -> None:
         """File the layout of one request, once all events that are due are over.
@@ -65,11 +67,13 @@ class LayoutTable:
             RuntimeError: a request is not where it was left. With a GPU the error comes some steps later, because
                 waiting for the GPU would take longer than the step's planning.
         """
-        device = block_table.device
-        filed, lost = self._on(device), self._lost.on(device)
+        filed = self._on(block_table.device)
         step = block_table, before, after, required
-        pages = follow_layouts(filed, *step, lost, self._block_size, layout, self._drafts)
-        self._lost.check()
+        pages = follow_layouts(filed, *step, self._lost, self._block_size, layout, self._drafts)
+        lost = self._lost if self._lost.device.type == "cpu" else self._host_lost  # on a GPU: as of the call before
+        if lost[0]:
+            raise RuntimeError("keepset lost the page tables of a request that was compressed.")
+        self._host_lost.copy_(self._lost, non_blocking=True)
         return pages
 
     def at(self, page: int, tokens: int) -> PageLayout:
@@ -100,28 +104,6 @@ class LayoutTable:
     def _on(self, device: torch.device) -> FiledLayouts:
         if self._layouts is None:
             self._layouts = FiledLayouts.empty(*self._shape, device)
+            self._lost = torch.zeros(1, dtype=torch.int32, device=device)
+            self._host_lost = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         return self._layouts
-
-
-class _LostFlag:
-    """A flag on the device that a request's layout was not where it must be; the host reads it without waiting."""
-
-    def __init__(self) -> None:
-        self._device_flag: Int[Tensor, " 1"] | None = None
-        self._host_flag: Int[Tensor, " 1"]
-
-    def on(self, device: torch.device) -> Int[Tensor, " 1"]:
-        """Return the device's flag."""
-        if self._device_flag is None:
-            self._device_flag = torch.zeros(1, dtype=torch.int32, device=device)
-            self._host_flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return self._device_flag
-
-    def check(self) -> None:
-        """Raise RuntimeError if the flag is known to be set; on a GPU its state at the call before is known."""
-        assert self._device_flag is not None
-        if self._device_flag.device.type == "cpu":
-            self._host_flag = self._device_flag
-        if self._host_flag[0]:
-            raise RuntimeError("keepset lost the page tables of a request that was compressed.")
-        self._host_flag.copy_(self._device_flag, non_blocking=True)

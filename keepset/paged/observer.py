@@ -19,7 +19,7 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.core.features.window import WindowSums
 from keepset.core.rope import RotaryTable, matches_unrotated
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.core.statistics import HeadShare, Statistics
+from keepset.core.statistics import HeadShare
 from keepset.errors import UnsupportedModelError
 from keepset.kernels.moments import Moments
 from keepset.kernels.paged_arguments import ColumnTarget, RecordedQueries
@@ -44,9 +44,6 @@ class Observer:
         rotary: the model's rotation, if the recipe looks at queries before it.
         projections: one for each layer, if the recipe looks at hidden states.
         share: which of the model's heads this process has; None: all of them.
-
-    Attributes:
-        softmax: as given.
     """
 
     def __init__(
@@ -63,7 +60,10 @@ class Observer:
         self.softmax, self._rotary, self._projections = softmax, rotary, projections
         self._checked: set[int] = set()
         self._from_files: dict[Feature[Any], Any] = {
-            **{stats: _statistics(stats, share) for stats in needs.of(ModelStatistics)},
+            **{
+                stats: stats.load() if share is None else stats.load().of_heads(share)
+                for stats in needs.of(ModelStatistics)
+            },
             **{compiled: tables.load(compiled.file) for compiled in needs.of(ModelTables)},
         }
 
@@ -136,10 +136,7 @@ class Observer:
             )
 
     def _waiting(
-        self,
-        places: range,
-        addition: QueryAddition,
-        queries: Float[Tensor, "layers n query_heads head_dim"] | None,
+        self, places: range, addition: QueryAddition, queries: Float[Tensor, "layers n query_heads head_dim"] | None
     ) -> RecordedQueries:
         """Return the queries that are summed: held ones, the step's own, or those in the rings."""
         if addition.held is not None:
@@ -244,12 +241,6 @@ class Observer:
                 "a method that does not look at hidden states, such as snapkv."
             )
         self._checked.add(place)
-
-
-def _statistics(wanted: ModelStatistics, share: HeadShare | None) -> Statistics:
-    """Return the statistics in a file, of this process's heads."""
-    measured = wanted.load()
-    return measured if share is None else measured.of_heads(share)
 
 
 @dataclass(frozen=True)

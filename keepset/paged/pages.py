@@ -7,45 +7,35 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
 from keepset.core.observation import LazyObservation
 from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import uses_triton
-from keepset.kernels.entry_parts import LayerPages
-from keepset.kernels.page_entries import read_keys, read_pages, take_entries, write_entries
+from keepset.kernels.entry_parts import EntryParts, LayerPages
+from keepset.kernels.packed_formats import PackedFormat
+from keepset.kernels.page_entries import read_entries, read_keys, read_pages, take_entries, write_entries, write_parts
 from keepset.kernels.page_format import PageFormat, RowFormat, decode_layers, encode_layers
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_by, add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_codes_in_pages
-from keepset.paged.scattered_pages import ScatteredPages
 
 if TYPE_CHECKING:
     from keepset.paged.engine import Pages
 
 
 class StridedPages:
-    """Pages of backends that store an entry's numbers in order, at any strides, as those for GPUs do.
+    """`Pages` of backends that store an entry's numbers in order, at any strides, as those for GPUs do.
 
     Args:
         caches: the caches of all layers with the same block tables.
         place: which of them is the layer's.
         format: how the cache is read and written if it is quantised, else None.
-
-    Attributes:
-        caches, place, format: as given.
-        kv_heads, block_size, head_dim, value_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages`
-            has them.
     """
 
-    def __init__(
-        self,
-        caches: Sequence[LayerPages],
-        place: int = 0,
-        format: PageFormat | None = None,
-    ) -> None:
+    def __init__(self, caches: Sequence[LayerPages], place: int = 0, format: PageFormat | None = None) -> None:
         self.caches, self.place, self.format, cache = caches, place, format, caches[place]
         self._moved = caches
         if format is not None and format.row_bytes % 4 == 0:  # four bytes at a time
@@ -90,6 +80,46 @@ class StridedPages:
     def _through(self, slots: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Return slots counted from the first layer's first slot."""
         return (self.place * self.slots + slots) % (len(self.caches) * self.slots)
+
+
+class ScatteredPages:
+    """`Pages` of a cache that stores keys and values differently, or an entry in several places; moved bit for bit.
+
+    Args:
+        caches: where entries lie, in the caches of all layers with the same block tables.
+        place: which of them is the layer's.
+        format: how the layer's keys and values are read and written.
+    """
+
+    def __init__(self, caches: Sequence[EntryParts], place: int, format: PackedFormat) -> None:
+        self.caches, self.place, self.format = caches, place, format
+        numbers = caches[place].numbers
+        blocks, self.kv_heads, self.block_size, _ = numbers.shape
+        self.slots = blocks * self.kv_heads * self.block_size
+        self.entry_bytes = sum(part.shape[4:].numel() for side in caches[place] for part in side)
+        self.head_dim = self.value_dim = format.head_dim
+        self.dtype, self.device = format.dtype, numbers.device
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> UInt8[Tensor, "*rows entries row"]:
+        """Return the keys of whole sub-pages, as they are stored."""
+        return read_keys(self.caches, self.place, subpages)
+
+    def read(
+        self, subpages: Int[Tensor, "*rows pages"]
+    ) -> tuple[UInt8[Tensor, "*rows entries key_row"], UInt8[Tensor, "*rows entries value_row"]]:
+        """Return keys and values of whole sub-pages, as they are stored."""
+        return read_entries(self.caches, self.place, subpages)
+
+    def write(
+        self, keys: UInt8[Tensor, "n key_row"], values: UInt8[Tensor, "n value_row"], slots: Int[Tensor, " n"]
+    ) -> None:
+        """Write entry `i` to `slots[i]`.
+
+        Args:
+            keys, values: as they are stored.
+            slots: the slot of each entry; distinct.
+        """
+        write_parts(self.caches, keys, values, (self.place * self.slots + slots) % (len(self.caches) * self.slots))
 
 
 def decoded_keys(pages: Pages, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
@@ -155,7 +185,6 @@ class PagedEntries:
         formats: how each layer is read, if the cache is quantised.
 
     Attributes:
-        pages: as given.
         shape: `[layers_rows, kv_heads, entries]`, including the unused slots of the last pages.
     """
 
@@ -170,12 +199,12 @@ class PagedEntries:
     def keys(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Return the keys of some KV heads. If all heads fit the workspace, they are read together, once."""
         stored = self._all[0][:, heads] if self._few else self.pages.read_keys(self._subpages[:, heads])
-        return self._decoded(stored, values=False)
+        return decode_layers(self._formats, stored, values=False) if self._formats else stored
 
     def values(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Return the values of some KV heads."""
         stored = self._all[1][:, heads] if self._few else self.pages.read(self._subpages[:, heads])[1]
-        return self._decoded(stored, values=True)
+        return decode_layers(self._formats, stored, values=True) if self._formats else stored
 
     def encoded_values(self, values: Float[Tensor, "n head_dim"], heads: Int[Tensor, " n"]) -> Shaped[Tensor, "n row"]:
         """Return values as the cache stores them, as bytes if it is quantised.
@@ -188,10 +217,6 @@ class PagedEntries:
             return values
         of_layer = self._subpages.shape[:2].numel() // len(self._formats)
         return encode_layers(self._formats, values, heads // of_layer, values=True)
-
-    def _decoded(self, stored: Tensor, values: bool) -> Tensor:
-        """Return stored keys or values, decoded to the type in which methods read them."""
-        return decode_layers(self._formats, stored, values) if self._formats else stored
 
     @cached_property
     def _all(self) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,7 @@ class PerHeadSequences:
             blocks = tokens.block_table[: len(lengths)] if rows is None else tokens.block_table[rows]
             step.tables = page_layout.tables(layout, coming, blocks, size, -(-int(coming.max()) // size), step.group)
         n, layers, heads, pages = step.tables.shape
+        self._tokens, self._kv_heads = n, heads
         before = torch.arange(layers, device=lengths.device)[:, None] * (step.group.blocks * heads)
         every = torch.arange(n, device=lengths.device)
         slots = page_layout.slots(layout, step.tables, lengths - 1, every, size)
@@ -63,28 +64,16 @@ class PerHeadSequences:
         """Return the batch of the layer at this place of the group."""
         return self._batches[place]
 
-    def split(self, rows: Float[Tensor, "n heads dim"], kv_heads: int) -> Float[Tensor, "tokens_heads group dim"]:
-        """Return queries, keys or values of the step as those of the heads' requests.
+    def split(self, rows: Float[Tensor, "n heads dim"]) -> Float[Tensor, "tokens_heads group dim"]:
+        """Return queries, keys or values of the step as those of the heads' requests."""
+        own = rows[: self._tokens] if self._places is None else rows[self._places]
+        return own.reshape(self._tokens * self._kv_heads, -1, own.shape[-1])
 
-        Args:
-            rows: the step's queries, keys or values.
-            kv_heads: KV heads of a layer.
-        """
-        own = rows[: len(self._batches[0].seq_lens) // kv_heads] if self._places is None else rows[self._places]
-        return own.reshape(len(own) * kv_heads, -1, own.shape[-1])
-
-    def output_buffer(
-        self, output: Float[Tensor, "n query_heads dim"], kv_heads: int
-    ) -> Float[Tensor, "tokens_heads group dim"]:
-        """Return a tensor for the attention of the heads' requests: a view of `output` if possible.
-
-        Args:
-            output: the tensor for the step's attention.
-            kv_heads: KV heads of a layer.
-        """
+    def output_buffer(self, output: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "tokens_heads group dim"]:
+        """Return a tensor for the attention of the heads' requests: a view of the step's output if possible."""
         if self._places is None:
-            return self.split(output, kv_heads)
-        return output.new_empty(len(self._places) * kv_heads, output.shape[1] // kv_heads, output.shape[2])
+            return self.split(output)
+        return output.new_empty(self._tokens * self._kv_heads, output.shape[1] // self._kv_heads, output.shape[2])
 
     def merge(
         self, attended: Float[Tensor, "tokens_heads group dim"], output: Float[Tensor, "n query_heads dim"]

@@ -13,7 +13,6 @@ from keepset.paged.engine import EngineSize
 from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_length
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.ragged_heads import RaggedHeadTables
-from keepset.paged.ragged_pages import RaggedPages
 from keepset.paged.recording_plan import RecordingPlanner
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
@@ -52,8 +51,8 @@ class Planner:
         emptied_blocks: is told of events whose counts come from the data.
 
     Attributes:
-        schedule, recording, layers: as given.
         requests: the states of the group's requests.
+        tables: where the requests' entries lie.
     """
 
     def __init__(
@@ -68,11 +67,11 @@ class Planner:
         self.requests = RequestTable(schedule.block_size, size)
         self._recording_plan = RecordingPlanner(schedule, recording, len(layers), self.requests)
         group = PageGroup(range(len(layers)), len(layers), size.blocks)
-        self._tables: BlockTables
+        self.tables: BlockTables
         if schedule.ragged:
-            self._tables = RaggedHeadTables(schedule, group, size, emptied_blocks)
+            self.tables = RaggedHeadTables(schedule, group, size, emptied_blocks)
         else:
-            self._tables = EqualHeadTables(schedule, group, size.max_requests)
+            self.tables = EqualHeadTables(schedule, group, size.max_requests)
 
     def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
         """File a request that begins with a context.
@@ -84,23 +83,10 @@ class Planner:
             recipe: compresses the request further; None to leave it as it is.
             prompt: tokens that count as its prompt.
         """
-        assert isinstance(self._tables, RaggedHeadTables)
+        assert isinstance(self.tables, RaggedHeadTables)
         own = self.schedule.with_recipe(recipe, counted=False)
-        self._tables.begin(page, layout)
+        self.tables.begin(page, layout)
         self.requests.begin(page, int(layout.length[0, 0]), RequestOverrides(name, True, own, prompt))
-
-    def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
-        """Return where the entries of an ended request lie.
-
-        Args:
-            blocks: the blocks of the request, by logical position.
-            length: tokens of the request.
-
-        Raises:
-            RuntimeError: the request is not known any more.
-        """
-        assert isinstance(self._tables, RaggedHeadTables)
-        return self._tables.export_request(blocks, length)
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """Plan what the group's layers do in a step.
@@ -117,9 +103,9 @@ class Planner:
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
             batch = self.requests.with_overrides(batch)
-            self._recording_plan.plan(batch, plan, self._tables.entries)
+            self._recording_plan.plan(batch, plan, self.tables.entries)
         due = list(self._due(batch))
-        self._tables.place_step(batch, plan, bool(due))
+        self.tables.place_step(batch, plan, bool(due))
         plan.events = [self._event(batch, kind, requests) for kind, requests in due]
         return plan
 
@@ -127,13 +113,13 @@ class Planner:
         """Yield requests that are compressed together after the step."""
         kinds: defaultdict[_EventKind, list[ScheduledRequest]] = defaultdict(list)
         for request in batch.requests:
-            schedule = self._tables.schedule_of(request)
+            schedule = self.tables.schedule_of(request)
             if at := schedule.due(request.prompt, request.before, request.after):
-                compressed, newer = self._tables.was_compressed(request), request.after - at
-                own = newer, compressed, at == request.prompt, self._tables.event_key(request)
+                compressed, newer = self.tables.was_compressed(request), request.after - at
+                own = newer, compressed, at == request.prompt, self.tables.event_key(request)
                 kinds[_EventKind(schedule.recipe, schedule.fixed, *own)].append(request)
         for kind, requests in kinds.items():
-            widths = [self._tables.event_width(request) for request in requests]
+            widths = [self.tables.event_width(request) for request in requests]
             for some in batches_of_similar_length(kind.recipe, requests, widths, self.schedule.kv_heads):
                 yield kind, some
 
@@ -141,7 +127,7 @@ class Planner:
         """Return the event of requests that are compressed together, once the step is placed."""
         points, keep = [request.after - kind.newer for request in requests], None
         if kind.fixed:
-            gone = [self._tables.schedule_of(one).dropped(one.prompt, one.after) for one in requests]
+            gone = [self.tables.schedule_of(one).dropped(one.prompt, one.after) for one in requests]
             keep = [point - dropped for point, dropped in zip(points, gone, strict=True)]
         records = self._recording_plan.recorded(requests, points)
         return EvictionEvent(
@@ -156,7 +142,7 @@ class Planner:
             compressed=kind.compressed,
             ends_prompt=kind.ends_prompt,
             equal_heads=not self.schedule.ragged,
-            pages=self._tables.event_pages(batch, requests),
+            pages=self.tables.event_pages(batch, requests),
             records=records,
             slots=batch.tensor([record.slot for record in records]),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -98,7 +98,6 @@ class PromptChunk:
     end_query: int
     position: int
     subpages: Int[Tensor, "kv_heads pages"]
-    reads_entries: ClassVar[bool] = False
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Collect the chunk in each of these layers."""
@@ -138,7 +137,6 @@ class QueryAddition:
     entries: Callable[[], EntriesInPages]
     held: int | None = None
     first_query: int | None = None
-    reads_entries: ClassVar[bool] = True
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Sum their attention in these layers."""
@@ -158,7 +156,6 @@ class HeldQueries:
     slot: int
     first_query: int
     end_query: int
-    reads_entries: ClassVar[bool] = False
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Hold a copy of them in each of these layers."""
@@ -179,7 +176,6 @@ class QueryCapture:
     queries: Int[Tensor, " n"]
     slots: Int[Tensor, " n"]
     places: Int[Tensor, " n"]
-    reads_entries: ClassVar[bool] = False
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Write them to the rings of these layers."""
@@ -193,20 +189,16 @@ class DraftedQueries:
 
     Attributes:
         queries: which of the step's queries they are.
+        copies: the queries of each layer, by its place in the group.
     """
 
     queries: Int[Tensor, " n"]
-    _copies: dict[int, Tensor] = field(default_factory=dict)
-    reads_entries: ClassVar[bool] = False
+    copies: dict[int, Float[Tensor, "n query_heads head_dim"]] = field(default_factory=dict)
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Copy them in each of these layers."""
         assert queries is not None
-        self._copies.update(zip(places, queries[:, self.queries], strict=True))
-
-    def of_layer(self, place: int) -> Float[Tensor, "n query_heads head_dim"]:
-        """Return the queries of the layer at this place of the group."""
-        return self._copies[place]
+        self.copies.update(zip(places, queries[:, self.queries], strict=True))
 
 
 @dataclass(frozen=True)
@@ -220,12 +212,11 @@ class AcceptedQueries:
 
     drafted: DraftedQueries
     capture: QueryCapture
-    reads_entries: ClassVar[bool] = False
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Write them to the rings of these layers."""
         for place in places:
-            self.capture.run(group, range(place, place + 1), self.drafted.of_layer(place)[None])
+            self.capture.run(group, range(place, place + 1), self.drafted.copies[place][None])
 
 
 @dataclass
@@ -237,7 +228,6 @@ class LateCapture:
 
     capture: QueryCapture
     _copies: list[tuple[range, Tensor]] = field(default_factory=list)
-    reads_entries: ClassVar[bool] = False
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Copy the step's queries of these layers; without queries, write all copies to the rings."""

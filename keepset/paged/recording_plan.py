@@ -11,10 +11,7 @@ from torch import Tensor
 
 from keepset.core.feature import Accumulators
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.query_records import (
-    PromptChunk,
-    QueryRecord,
-)
+from keepset.paged.query_records import PromptChunk, QueryRecord
 from keepset.paged.request_table import RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.paged.step_recording import LocateEntries, StepRecording

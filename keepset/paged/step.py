@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from jaxtyping import Int
@@ -14,6 +14,7 @@ from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.paged.eviction_event import EvictionEvent
 from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.query_records import QueryAddition
 
 if TYPE_CHECKING:
     from keepset.paged.layer_group import LayerGroup
@@ -52,7 +53,6 @@ class StepBatch:
         seq_lens: tokens of each request after this step.
         slot_mapping: `block * block_size + offset` of each new token; the layers write by this very tensor.
         query_start_loc: the first query of each row, and the end of the last row's.
-        query_start_loc_cpu: the same on the CPU.
         max_query_len: the most queries of any request.
     """
 
@@ -61,17 +61,12 @@ class StepBatch:
     seq_lens: Int[Tensor, " rows"]
     slot_mapping: Int[Tensor, " tokens"]
     query_start_loc: Int[Tensor, " rows_plus_1"]
-    query_start_loc_cpu: Int[Tensor, " rows_plus_1"]
     max_query_len: int
 
     def tensor(self, values: Sequence[Any]) -> Tensor:
-        """Return integers as a tensor on the batch's device."""
-        return self.upload(torch.tensor(values, dtype=torch.int64))
-
-    def upload(self, values: Tensor) -> Tensor:
-        """Return a host tensor on the batch's device. A GPU copies it out of pinned memory, without a host sync."""
-        device = self.block_table.device
-        return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+        """Return integers on the batch's device; a GPU copies them out of pinned memory, without a host sync."""
+        on_host, device = torch.tensor(values, dtype=torch.int64), self.block_table.device
+        return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -121,12 +116,8 @@ class RaggedStep:
         return PageLayout(*(part[:, place : place + 1] for part in self.layout))
 
 
-@runtime_checkable
 class LayerOperation(Protocol):
     """An operation of layers on the queries of a step, or on recorded ones."""
-
-    reads_entries: ClassVar[bool]
-    """True if it reads entries, so that their pages must be known."""
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Run it in some layers.
@@ -172,6 +163,11 @@ class StepPlan:
     recorded: bool = False
 
     @property
+    def has_plain(self) -> bool:
+        """True if some tokens are written and attended to by one table for all heads, as the engine does."""
+        return self.ragged is None or self.ragged.others
+
+    @property
     def reads_entries(self) -> bool:
-        """True if an operation looks at entries."""
-        return any(operation.reads_entries for operation in (*self.in_layers, *self.before_events))
+        """True if an operation looks at entries, so that their pages must be known."""
+        return any(isinstance(operation, QueryAddition) for operation in (*self.in_layers, *self.before_events))

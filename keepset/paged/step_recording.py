@@ -149,8 +149,7 @@ class StepRecording:
         """Fill the plan's lists of operations, in the order in which they run."""
         if self._ringed:  # If some must be summed, all are; from then on they are due in the same steps.
             self._ringed += [self._taken(*one) for one in self._patient]
-        early, late, drafted = self._capture(self._early), self._capture(self._late), self._copy_drafted()
-        late_captures = [] if late is None else [LateCapture(late)]
+        late = [LateCapture(capture) for capture in self._captures(self._late)]
         plan.in_layers = [
             *(
                 AcceptedQueries(of, QueryCapture(*self._batch.tensor(where).unbind(1)))
@@ -161,12 +160,12 @@ class StepRecording:
             *self._from_rings(self._flushed),
             *self._added,
             *self._held,
-            *([] if early is None else [early]),
-            *late_captures,
-            *([] if drafted is None else [drafted]),
+            *self._captures(self._early),
+            *late,
+            *self._copied_drafts(),
         ]
         plan.before_events = [*self._from_rings(self._ringed)]
-        plan.after_events = [*late_captures]
+        plan.after_events = [*late]
 
     def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
         """Return queries that are summed from now on; after that, all entries have a sum."""
@@ -190,33 +189,31 @@ class StepRecording:
         ]
         slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).t().contiguous().unbind()
         positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
-        entries = self._entries(self._batch, [one.request for one in waiting])
-        ends_prompt = waiting[0].ends_prompt
         owners = [(one.record.slot, one.request.after) if one.record.own else None for one in waiting]
         return QueryAddition(
             slots,
             positions,
             begins,
             points,
-            ends_prompt,
+            waiting[0].ends_prompt,
             lengths,
             unwritten,
             owners if any(owners) else (),
-            entries,
+            self._entries(self._batch, [one.request for one in waiting]),
             **source,
         )
 
-    def _copy_drafted(self) -> DraftedQueries | None:
-        """Return the operation that copies the queries of drafts, or None if there are none."""
+    def _copied_drafts(self) -> list[DraftedQueries]:
+        """Return the operation that copies the queries of drafts, if there are any."""
         if not self._drafted:
-            return None
+            return []
         index = [query for _, request in self._drafted for query in range(request.first_query, request.end_query)]
         drafted, first = DraftedQueries(self._batch.tensor(index)), 0
         for record, request in self._drafted:
             record.drafted = DraftedTokens(drafted, first, range(request.before, request.after))
             first += request.after - request.before
-        return drafted
+        return [drafted]
 
-    def _capture(self, places: list[tuple[int, int, int]]) -> QueryCapture | None:
-        """Return the operation that records queries, or None if there are none."""
-        return QueryCapture(*self._batch.tensor(places).unbind(1)) if places else None
+    def _captures(self, places: list[tuple[int, int, int]]) -> list[QueryCapture]:
+        """Return the operation that records queries, if there are any."""
+        return [QueryCapture(*self._batch.tensor(places).unbind(1))] if places else []

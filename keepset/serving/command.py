@@ -17,8 +17,7 @@ from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.recipe import Recipe
 from keepset.vllm.engine_args import as_words, engine_args
-from keepset.vllm.recipe_support import INT8, EngineLimits
-from keepset.vllm.served_default import nearest, one_rotation
+from keepset.vllm.recipe_support import INT8, EngineLimits, nearest, one_rotation
 from keepset.vllm.settings import KEY, SIGNED
 
 _ADDITIONAL = "--additional-config"

@@ -15,8 +15,7 @@ from keepset.kernels.mixing import Mixing
 from keepset.kernels.paged import append_stored, append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import LayerAdapter, Pages
-from keepset.paged.pages import StridedPages
-from keepset.paged.scattered_pages import ScatteredPages
+from keepset.paged.pages import ScatteredPages, StridedPages
 from keepset.vllm.compat import fill_scales, softcap_of
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.formats import format_of, own_mixing
@@ -40,6 +39,8 @@ class CompressedImpl:
         assert context is not None
         self._context = context
         self._pages: tuple[Tensor, Pages] | None = None
+        self._neighbours: Sequence[Any] = ()
+        self._place = 0
 
     @property
     def softmax(self) -> Softmax:
@@ -59,14 +60,8 @@ class CompressedImpl:
         """Return False: the cache is written by `do_kv_cache_update`."""
         return False
 
-    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
-        """Return as sub-pages the cache of one of the layers that share block tables.
-
-        Args:
-            layer: vLLM's layer.
-            caches: the caches of the layers that share block tables.
-            place: the index of the layer's cache among them.
-        """
+    def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
+        """Return a layer's cache as sub-pages, given the caches of all layers that share block tables."""
         raise NotImplementedError
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
@@ -77,20 +72,20 @@ class CompressedImpl:
             kv_cache: its cache.
         """
         if self._pages is None or self._pages[0] is not kv_cache:
-            group, place = self._context.neighbours[layer.layer_name]
-            for each in group:  # their pages may be written to through this layer's
+            for each in self._neighbours:  # their pages may be written to through this layer's
                 fill_scales(each, kv_cache if each is layer else each.kv_cache)
-            caches = [kv_cache if each is layer else each.kv_cache for each in group]
-            self._pages = kv_cache, self.make_pages(layer, caches, place)
+            caches = [kv_cache if each is layer else each.kv_cache for each in self._neighbours]
+            self._pages = kv_cache, self.make_pages(layer, caches)
         return self._pages[1]
 
-    def belong_to(self, layer: Any) -> None:
-        """Note that this implementation belongs to `layer`, whose cache is about to be made; forget an earlier cache.
+    def belong_to(self, layers: Sequence[Any], place: int) -> None:
+        """Note the layer of this implementation, whose cache is about to be made; forget an earlier cache.
 
         Args:
-            layer: vLLM's layer.
+            layers: vLLM's layers that share block tables.
+            place: the index of the layer among them, which is its place in the group.
         """
-        self._pages = None
+        self._pages, self._neighbours, self._place = None, layers, place
 
     def queries_of(self, rows: Float[Tensor, "n numbers"]) -> Float[Tensor, "n query_heads head_dim"]:
         """Return the layer's queries by head, as methods see them."""
@@ -102,6 +97,24 @@ class CompressedImpl:
             return query
         return query.to(self.model_dtype) * layer._q_scale.to(self.model_dtype)
 
+    def step_to_write(self, layer: Any, slot_mapping: Tensor) -> PlannedStep | None:
+        """Return the step whose entries vLLM writes; None if the layer is not compressed, or the run has no metadata.
+
+        Args:
+            layer: vLLM's layer.
+            slot_mapping: the slots that vLLM writes to.
+
+        Raises:
+            UnsupportedEngineError: the slots are not in the tensor that the plan has changed.
+        """
+        metadata: Any = get_forward_context().attn_metadata
+        known = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
+        step = None if known is None else self._context.step(layer.layer_name, known)
+        plan = None if step is None else step.plan
+        if plan is not None and plan.has_plain and plan.slot_mapping.data_ptr() != slot_mapping.data_ptr():
+            raise UnsupportedEngineError("This vLLM writes to the cache by slots that keepset did not plan.")
+        return step
+
     def record(self, layer: Any, step: PlannedStep | None, queries: Tensor) -> None:
         """Run the step's planned work for this layer, after its attention.
 
@@ -111,10 +124,10 @@ class CompressedImpl:
             queries: queries of the step after rotation, `[tokens, query_heads, head_dim]`.
         """
         if step is not None and step.plan.in_layers:
-            place = step.places[layer.layer_name]
+            place = self._place
             step.group.record(range(place, place + 1), step.plan, self._whole(layer, queries)[None])
         if step is not None and step.plan.dummy:
-            self._context.leave(layer.layer_name, self._whole(layer, queries))
+            self._context.buffers.leave(layer.layer_name, self._whole(layer, queries))
         if (projection := self._context.projections.get(layer.layer_name)) is not None:
             projection.hidden = None
 
@@ -128,11 +141,11 @@ class CompressedAttentionImpl(CompressedImpl):
 
     num_queries_per_kv: int
 
-    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
+    def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
         if layer.kv_cache_dtype in PACKED:
             format = packed_format(layer, self.model_dtype)
-            return ScatteredPages([parts_of(layer, cache) for cache in caches], place, format)
-        return StridedPages(caches, place, format_of(layer, self.model_dtype))
+            return ScatteredPages([parts_of(layer, cache) for cache in caches], self._place, format)
+        return StridedPages(caches, self._place, format_of(layer, self.model_dtype))
 
     def mixing(self, layer: Any) -> Mixing | None:
         """Return how to mix the inputs of vLLM's backend if pages hold mixed rows; None if nothing is mixed.
@@ -172,14 +185,10 @@ class CompressedAttentionImpl(CompressedImpl):
         Raises:
             UnsupportedEngineError: the slots are not those of the plan.
         """
-        metadata: Any = get_forward_context().attn_metadata
-        known = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
-        step = self._context.step(layer.layer_name, known)
-        ragged = None if step is None else step.plan.ragged
-        if ragged is None or ragged.others:
-            check_slots(step, slot_mapping)
+        step = self.step_to_write(layer, slot_mapping)
+        if step is None or step.plan.has_plain:
             self.write_plain(layer, key, value, kv_cache, slot_mapping)
-        if step is not None and ragged is not None:
+        if step is not None and step.plan.ragged is not None:
             self.append_ragged(layer, step, key, value, kv_cache)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
@@ -195,7 +204,7 @@ class CompressedAttentionImpl(CompressedImpl):
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         tokens, pages = ragged.tokens, self.pages(layer, kv_cache)
-        layout = ragged.of_layer(step.places[layer.layer_name])
+        layout = ragged.of_layer(self._place)
         if isinstance(pages, StridedPages):
             append_to_pages(key, value, kv_cache, tokens, layout, pages.format)
             return
@@ -218,11 +227,10 @@ class CompressedAttentionImpl(CompressedImpl):
         """
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
-        place = step.places[layer.layer_name]
-        tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias
+        tokens, layout, bias = ragged.tokens, ragged.of_layer(self._place), step.group.columns.bias
         pages = self.pages(layer, kv_cache)
         assert isinstance(pages, StridedPages | ScatteredPages)
-        paged_attention(query, pages.caches, place, tokens, layout, self.softmax, output, bias, pages.format)
+        paged_attention(query, pages.caches, self._place, tokens, layout, self.softmax, output, bias, pages.format)
 
     def forward(
         self,
@@ -246,22 +254,19 @@ class CompressedAttentionImpl(CompressedImpl):
             kv_cache: the layer's cache.
             attn_metadata: the result of `KeepBuilder.build`.
             output: the tensor that the result is written to.
-            args: further arguments of vLLM's backend.
-            kwargs: further arguments of vLLM's backend.
 
         Returns:
             `output`.
         """
         step = self._context.step(layer.layer_name, attn_metadata)
-        ragged = None if step is None else step.plan.ragged
-        if ragged is None or ragged.others:
+        if step is None or step.plan.has_plain:
             mixing, mixed, attended = self.mixing(layer), query, output
             if mixing is not None:  # also without metadata, when vLLM measures how much memory a step takes
                 mixed, attended = mixing.mixed_queries(query), torch.empty_like(output)
             super().forward(layer, mixed, key, value, kv_cache, attn_metadata, attended, *args, **kwargs)  # type: ignore[misc]
             if mixing is not None:
                 mixing.unmixed(attended, output)
-        if step is not None and ragged is not None:
+        if step is not None and step.plan.ragged is not None:
             self.attend_ragged(layer, step, self._whole(layer, query), kv_cache, output)
         self.record(layer, step, query)
         return output
@@ -269,17 +274,3 @@ class CompressedAttentionImpl(CompressedImpl):
 
 # Not a base class, because a protocol's `__init__` would not call the backend's.
 _adapter: type[LayerAdapter] = CompressedImpl
-
-
-def check_slots(step: PlannedStep | None, slot_mapping: Tensor) -> None:
-    """Refuse a vLLM that writes new entries by another tensor of slots than the one that the plan has changed.
-
-    Args:
-        step: the step; None if the layer is not compressed.
-        slot_mapping: the slots that vLLM writes to.
-
-    Raises:
-        UnsupportedEngineError: the slots are not those of the plan.
-    """
-    if step is not None and step.plan.slot_mapping.data_ptr() != slot_mapping.data_ptr():
-        raise UnsupportedEngineError("This vLLM writes to the cache by slots that keepset did not plan.")

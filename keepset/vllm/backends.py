@@ -37,29 +37,26 @@ class CPUMixin(CompressedAttentionImpl):
     head_size: int
     logits_soft_cap: float
 
-    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> CPUPages:
-        return CPUPages(caches, place, layer.isa)
+    def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> CPUPages:
+        return CPUPages(caches, self._place, layer.isa)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        per_head, heads = step.per_head, self.num_kv_heads
-        slots = per_head.batch(step.places[layer.layer_name]).slot_mapping
-        keys, values = (per_head.split(rows, heads)[:, 0] for rows in (key, value))
-        pages = self.pages(layer, kv_cache)
+        per_head, pages = step.per_head, self.pages(layer, kv_cache)
+        keys, values = (per_head.split(rows)[:, 0] for rows in (key, value))
         assert isinstance(pages, CPUPages)
-        pages.write_folded(keys, values, slots)
+        pages.write_folded(keys, values, per_head.batch(self._place).slot_mapping)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute attention by the backend's own kernel, which is the fastest.
 
         The kernel supports neither biases of entries nor sinks that differ between KV heads.
         """
-        place, pages = step.places[layer.layer_name], self.pages(layer, kv_cache)
-        softmax = self.softmax
+        place, pages, softmax = self._place, self.pages(layer, kv_cache), self.softmax
         if step.group.columns.bias is not None or softmax.sinks is not None:
-            attend_ragged(step, place, pages, query, output, self.num_kv_heads, softmax)
+            attend_ragged(step, place, pages, query, output, softmax)
             return
-        per_head, heads = step.per_head, self.num_kv_heads
-        batch, buffer = per_head.batch(place), per_head.output_buffer(output, heads)
+        per_head = step.per_head
+        batch, buffer = per_head.batch(place), per_head.output_buffer(output)
         assert isinstance(pages, CPUPages)
         keys, values = pages.folded
         work = ops.cpu_attn_get_scheduler_metadata(
@@ -76,7 +73,7 @@ class CPUMixin(CompressedAttentionImpl):
             enable_kv_split=True,
         )
         ops.cpu_attention_with_kv_cache(
-            query=per_head.split(query, heads),
+            query=per_head.split(query),
             key_cache=keys,
             value_cache=values,
             output=buffer,
@@ -110,8 +107,6 @@ _LAYERS: dict[str, type[CompressedImpl]] = {
 }
 """The mixin for the layers of each backend that keepset knows."""
 _ON_CPUS = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
-_OF_ONE_CACHE = ("TURBOQUANT",)
-"""Backends that vLLM chooses by the cache's type, and that serve only this type."""
 
 
 class KeepBackend(AttentionBackend):
@@ -150,7 +145,8 @@ class KeepBackend(AttentionBackend):
             return cls.plain.get_impl_cls()
         if cls.impl is None:
             served = [name for name, layer in _LAYERS.items() if (layer is LatentImpl) == cls.plain.is_mla()]
-            on_gpus = ", ".join(name for name in served if name not in (*_ON_CPUS, *_OF_ONE_CACHE))
+            # vLLM chooses TURBOQUANT by the cache's type, which is the only one that it serves.
+            on_gpus = ", ".join(name for name in served if name not in (*_ON_CPUS, "TURBOQUANT"))
             on_cpus = " or ".join(name for name in served if name in _ON_CPUS)
             raise UnsupportedEngineError(
                 f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "

@@ -31,6 +31,7 @@ from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -38,6 +39,7 @@ from vllm.v1.request import Request
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.mixing import Mixing
+from keepset.kernels.packed_formats import TurboQuantFormat
 
 SUPPORTED = ("0.32", "0.33")
 """The vLLM versions with which keepset is tested. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
@@ -183,22 +185,23 @@ def mixing_of(head_dim: int, device: str) -> Mixing:
         return Mixing(matrix, (matrix / size).T.contiguous())
 
 
-def turboquant(kind: str, head_dim: int, device: str) -> tuple[int, int, Tensor, Tensor, bool, bool]:
-    """Return the fields of vLLM's `TurboQuantFormat`, from `key_bits` on.
+def turboquant_format(kind: str, head_dim: int, dtype: torch.dtype) -> TurboQuantFormat:
+    """Return the format of one of vLLM's TurboQuant caches.
 
     Args:
         kind: vLLM's name of the cache's type.
         head_dim: numbers of a key.
-        device: the device on which keys and values are read.
+        dtype: the dtype in which keys and values are read.
     """
     config = resolve_name(_TURBOQUANT + "config.TurboQuantConfig").from_cache_dtype(kind, head_dim)
-    bits = config.key_quant_bits
-    if bits == 8:
+    bits, device = (config.key_quant_bits, config.value_quant_bits), current_platform.device_type
+    if config.key_quant_bits == 8:
         no_centroids, no_rotation = torch.empty(0, device=device), torch.empty(0, 0, device=device)
-        return bits, config.value_quant_bits, no_centroids, no_rotation, False, bool(resolve_name(_EXPONENTS)())
-    centroids = resolve_name(_TURBOQUANT + "centroids.get_centroids")(head_dim, bits).to(device)
+        exponents = bool(resolve_name(_EXPONENTS)())
+        return TurboQuantFormat(head_dim, dtype, *bits, no_centroids, no_rotation, False, exponents)
+    centroids = resolve_name(_TURBOQUANT + "centroids.get_centroids")(head_dim, config.key_quant_bits).to(device)
     rotation = resolve_name(_ROTATION)(head_dim, device)
-    return bits, config.value_quant_bits, centroids, rotation, config.norm_correction, False
+    return TurboQuantFormat(head_dim, dtype, *bits, centroids, rotation, config.norm_correction, False)
 
 
 def ask_for_prompt_lengths(config: VllmConfig) -> None:

@@ -207,13 +207,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         except Exception as error:  # no option and no broken file may stop other requests
             is_known = isinstance(error, KeepsetError)
             logger.error("Request %s: %s", request.request_id, error, exc_info=not is_known)
-            self._refuse(request, str(error) if is_known else "The server cannot do this; its log says why.")
+            why = str(error) if is_known else "The server cannot do this; its log says why."
+            stats.refused(known.ticket, why)  # for the front end, if it has asked
             known.denied = True
             request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens, and not end it
-
-    def _refuse(self, request: Request, why: str) -> None:
-        """Tell the front end why a request is refused, if it has asked."""
-        stats.refused(self._known[request.request_id].ticket, why)
 
     def _options(self, request: Request) -> RequestOptions:
         """Return a request's options. Behind a front end that signs, only signed options count."""

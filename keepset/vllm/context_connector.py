@@ -222,13 +222,9 @@ class ContextConnector(BlockCountConnector):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         saves = self._save(request)
-        asked = self._asked.pop(request.request_id, None)
-        if (
-            asked is not None
-            and request.status == RequestStatus.FINISHED_ERROR
-            and not self._known[request.request_id].denied
-        ):
-            self._refuse(request, f"Context {asked.context.name!r} cannot be loaded: build it again.")
+        asked, known = self._asked.pop(request.request_id, None), self._known.get(request.request_id)
+        if asked and known and request.status == RequestStatus.FINISHED_ERROR and not known.denied:
+            stats.refused(known.ticket, f"Context {asked.context.name!r} cannot be loaded: build it again.")
         if asked is not None and asked.context.owner:
             OwnedContexts(self._library.folder, asked.context.owner).sweep(self._limit, self._used)
         self._loading = {digest: name for digest, name in self._loading.items() if name != request.request_id}
@@ -262,7 +258,6 @@ class ContextConnector(BlockCountConnector):
     @property
     def _manager(self) -> KeepManager:
         (manager,) = self._managers
-        assert isinstance(manager, KeepManager)
         return manager
 
 

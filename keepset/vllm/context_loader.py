@@ -18,7 +18,7 @@ from keepset.hf import saved
 from keepset.hf.store import widened
 from keepset.kernels.entry_format import format_of
 from keepset.kernels.page_layout import PageLayout
-from keepset.paged.contexts import ContextPlacement, EntryPlaces, context_places
+from keepset.paged.contexts import ContextPlacement, context_places
 from keepset.vllm.contexts import SavedContext
 from keepset.vllm.engine_context import EngineContext
 
@@ -27,8 +27,7 @@ logger = init_logger(__name__)
 _TAILS = 256
 """How many contexts' last entries are cached; every request gets a copy of them."""
 
-_ENTRIES = ("keys", "values", "positions")
-_SCALES = ("key_scale", "value_scale")
+_ENTRIES = ("keys", "values", "positions", "key_scale", "value_scale")
 
 _PATIENCE = 0.01
 """Seconds for which a step without tokens waits for files, so that the engine's idle loop leaves time for reading."""
@@ -122,7 +121,7 @@ class ContextLoader:
             (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
-        names = [name for name in parts[0][0] if name in (*_ENTRIES, *_SCALES) or name in self._group.columns]
+        names = [name for name in parts[0][0] if name in _ENTRIES or name in self._group.columns]
         return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names}
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
@@ -133,13 +132,13 @@ class ContextLoader:
         if not job.placement.shared:
             self._put(job, entries)
             return
-        chosen = self._places(job, whole=False).chosen
+        chosen, _, _ = self._places(job, whole=False)
         self._tails[job.context.digest] = {name: column[chosen] for name, column in entries.items()}
         if len(self._tails) > _TAILS:
             self._tails.popitem(last=False)
         self._put(job, entries if job.whole else self._tails[job.context.digest])
 
-    def _places(self, job: LoadJob, whole: bool) -> EntryPlaces:
+    def _places(self, job: LoadJob, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         layout = job.placement.layout(self._counts(job), self._block_size)
         return context_places(layout, torch.tensor(job.blocks), self._block_size, len(self._cache), own=not whole)
 

@@ -98,10 +98,9 @@ class ContextLibrary:
             KeepsetError: there is none, or it cannot be served with this model.
         """
         own = OwnedContexts(self.folder, owner).newest().get(name)
-        # A name is no path: nothing outside of the folder can be named.
-        context = (
-            self._at(own or self.folder / f"{name}{SUFFIX}", name, owner if own else "") if _is_name(name) else None
-        )
+        context = None
+        if Path(name).name == name and "\0" not in name:  # no path: nothing outside of the folder can be named
+            context = self._at(own or self.folder / f"{name}{SUFFIX}", name, owner if own else "")
         if context is None:
             raise KeepsetError(f"There is no context {name!r} on this server; {self._others(owner)}.")
         return context
@@ -291,7 +290,3 @@ class ContextLibrary:
             if applies:
                 raise KeepsetError(f"Context {name!r} cannot be served: {reason}.")
         return SavedContext(name, path, nbytes, contents, torch.cat(list(contents.counts.values())), owner)
-
-
-def _is_name(name: str) -> bool:
-    return Path(name).name == name and "\0" not in name

@@ -19,8 +19,7 @@ from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.paged_heads import attend_heads
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages
-from keepset.paged.pages import StridedPages, decoded_entries
-from keepset.paged.scattered_pages import ScatteredPages
+from keepset.paged.pages import ScatteredPages, StridedPages, decoded_entries
 from keepset.vllm.attention import CompressedAttentionImpl
 from keepset.vllm.cpu_pages import joined
 from keepset.vllm.engine_context import PlannedStep
@@ -251,9 +250,7 @@ def attend(
     attend_heads(queries, lambda own: pages.read(own - before), tables, lengths, size, softmax, output, format, added)
 
 
-def attend_ragged(
-    step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, kv_heads: int, softmax: Softmax
-) -> None:
+def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, softmax: Softmax) -> None:
     """Compute the attention of each head over its own entries, with biases if entries have them.
 
     Args:
@@ -262,7 +259,6 @@ def attend_ragged(
         pages: the layer's cache.
         query: queries of the step, `[tokens, query_heads, head_dim]`.
         output: of the same shape; written to.
-        kv_heads: KV heads of the layer.
         softmax: the layer's softmax; its sinks are `[query_heads]`.
     """
     ragged, bias, size = step.plan.ragged, step.group.columns.bias, pages.block_size
@@ -274,34 +270,33 @@ def attend_ragged(
         attend_pages(query, read, size, ragged.tokens, layout, group, softmax, output, bias)
         return
     per_head = step.per_head
-    batch, buffer = per_head.batch(place), per_head.output_buffer(output, kv_heads)
-    biased = None
+    batch, buffer = per_head.batch(place), per_head.output_buffer(output)
+    biased, kv_heads = None, layout.counts.shape[2]
     if bias is not None:
         counts = layout.counts[: len(batch.seq_lens) // kv_heads] if rows is None else layout.counts[rows]
         biased = Biased(bias, counts.flatten())
     softmax = softmax.by_query_group(len(batch.seq_lens) // kv_heads, kv_heads)
-    queries = per_head.split(query, kv_heads)
     before = place * pages.slots // size
-    attend(queries, pages, before, batch.block_table, batch.seq_lens, softmax, buffer, biased)
+    attend(per_head.split(query), pages, before, batch.block_table, batch.seq_lens, softmax, buffer, biased)
     per_head.merge(buffer, output)
 
 
 class RowsMixin(CompressedAttentionImpl):
     """A mixin for layers on CPUs whose cache is quantised."""
 
-    def belong_to(self, layer: Any) -> None:
-        super().belong_to(layer)
-        if self._compiles(layer):
+    def belong_to(self, layers: Sequence[Any], place: int) -> None:
+        super().belong_to(layers, place)
+        if self._compiles(layers[place]):
             from keepset.kernels import int8_rows
 
             sizes = self.num_queries_per_kv, self.head_size, self._context.block_size
             int8_rows.compile_for(*sizes, self.model_dtype)  # before the first request
 
-    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
+    def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
         if not self._compiles(layer):
-            return super().make_pages(layer, caches, place)
+            return super().make_pages(layer, caches)
         format = row_format(layer.kv_cache_dtype, self.head_size, self.model_dtype)
-        return Int8Pages(caches, place, format, self.softmax.scaling)
+        return Int8Pages(caches, self._place, format, self.softmax.scaling)
 
     def _compiles(self, layer: Any) -> bool:
         """Return whether compiled loops write the layer's pages and attend to them."""
@@ -315,11 +310,11 @@ class RowsMixin(CompressedAttentionImpl):
         """Return None, because `RowsImpl` mixes by the pages' format."""
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        per_head, place, pages = step.per_head, step.places[layer.layer_name], self.pages(layer, kv_cache)
-        keys, values = (per_head.split(rows, self.num_kv_heads)[:, 0] for rows in (key, value))
+        per_head, pages = step.per_head, self.pages(layer, kv_cache)
+        keys, values = (per_head.split(rows)[:, 0] for rows in (key, value))
         assert isinstance(pages, StridedPages | ScatteredPages)
-        write(pages, keys, values, per_head.batch(place).slot_mapping)
+        write(pages, keys, values, per_head.batch(self._place).slot_mapping)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        place, pages = step.places[layer.layer_name], self.pages(layer, kv_cache)
-        attend_ragged(step, place, pages, query, output, self.num_kv_heads, self.softmax)
+        pages = self.pages(layer, kv_cache)
+        attend_ragged(step, self._place, pages, query, output, self.softmax)

@@ -40,9 +40,8 @@ from keepset.vllm.compat import (
 )
 from keepset.vllm.formats import ROW_SCALES, check_rows
 from keepset.vllm.layer_validation import check_layer, check_layers, check_spec, leaves_alone
-from keepset.vllm.memory import Shape, reserve
+from keepset.vllm.memory import QueryBuffers, Shape, reserve
 from keepset.vllm.packed_layouts import PACKED, check_packed, packed_slots
-from keepset.vllm.query_buffers import QueryBuffers
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
@@ -58,13 +57,13 @@ class PlannedStep:
     Attributes:
         group: the group of layers.
         plan: the step's plan.
-        places: the indices of the layers in the group, by their names.
+        layers: the names of the layers in the group.
         metadata: the metadata of the step for vLLM's attention.
     """
 
     group: LayerGroup
     plan: StepPlan
-    places: dict[str, int]
+    layers: Sequence[str]
     metadata: Any
 
     @cached_property
@@ -84,7 +83,6 @@ class EngineContext:
         events: the planner of all groups' steps, which also executes their events.
         groups: the groups of layers that share block tables, by the name of each group's first layer.
         block_size: tokens per block of the compressed layers, once vLLM has asked for their kinds of cache.
-        neighbours: the layers that share a layer's block tables, and its index among them, by the layer's name.
 
     Raises:
         UnsupportedEngineError, UnsupportedModelError: the recipe cannot be served.
@@ -100,7 +98,6 @@ class EngineContext:
         self.emptied_blocks = EmptiedBlocks()
         self.events = EventQueue(self.emptied_blocks)
         self.groups: dict[str, LayerGroup] = {}
-        self.neighbours: dict[str, tuple[list[Any], int]] = {}
         needs = recipe.method.traits.needs
         self._watch = (
             watch_projections(self.projections, needs.hidden_states) if needs.unrotated or needs.hidden_states else None
@@ -261,11 +258,6 @@ class EngineContext:
         assert self._buffers is not None
         return self._buffers
 
-    def leave(self, layer: str, queries: Tensor) -> None:
-        """Store the queries of a layer, given by its name, for graphs (`QueryBuffers.leave`)."""
-        if self._buffers is not None:
-            self._buffers.leave(layer, queries)
-
     def add(self, group: LayerGroup, layers: Sequence[str]) -> None:
         """Add a group of layers. It replaces an earlier group of them, whose cache vLLM made only to measure graphs.
 
@@ -280,7 +272,7 @@ class EngineContext:
 
     def begin(self, step: PlannedStep) -> None:
         """Note the step that the next forward of a group's layers computes."""
-        self._steps.update(dict.fromkeys(step.places, step))
+        self._steps.update(dict.fromkeys(step.layers, step))
 
     def step(self, layer: str, metadata: Any) -> PlannedStep | None:
         """Return the step that a layer computes; None without metadata, and for layers that are not compressed.

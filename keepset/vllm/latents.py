@@ -15,11 +15,10 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from vllm import _custom_ops as ops
-from vllm.forward_context import get_forward_context
 
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.pages import StridedPages
-from keepset.vllm.attention import CompressedImpl, check_slots
+from keepset.vllm.attention import CompressedImpl
 from keepset.vllm.engine_context import PlannedStep
 
 
@@ -78,9 +77,9 @@ class LatentImpl(CompressedImpl):
         """The number of query heads of the layer, which all share one row for each entry."""
         return self.num_heads
 
-    def belong_to(self, layer: Any) -> None:
-        super().belong_to(layer)
-        self._layer = layer  # vLLM does not pass it to all methods
+    def belong_to(self, layers: Sequence[Any], place: int) -> None:
+        super().belong_to(layers, place)
+        self._layer = layers[place]  # vLLM does not pass it to all methods
 
     @property
     def unrotated(self) -> int:  # type: ignore[override]
@@ -90,8 +89,8 @@ class LatentImpl(CompressedImpl):
     def queries_of(self, rows: Float[Tensor, "n numbers"]) -> Float[Tensor, "n query_heads row"]:
         return self._absorbed(rows.unflatten(-1, (self.num_heads, -1)))
 
-    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> LatentPages:
-        return LatentPages([cache.unsqueeze(1) for cache in caches], place, self.kv_lora_rank)
+    def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> LatentPages:
+        return LatentPages([cache.unsqueeze(1) for cache in caches], self._place, self.kv_lora_rank)
 
     def do_kv_cache_update(self, latents: Tensor, rotated: Tensor, kv_cache: Tensor, slots: Tensor, *args: Any) -> None:
         """Write new rows, by vLLM's method or to the layer's own slots.
@@ -101,23 +100,17 @@ class LatentImpl(CompressedImpl):
             rotated: the rotated parts.
             kv_cache: the layer's cache.
             slots: the slot of each token.
-            args: further arguments of vLLM's backend.
 
         Raises:
             UnsupportedEngineError: the slots are not those of the plan.
         """
-        metadata: Any = get_forward_context().attn_metadata
-        known = metadata.get(self._layer.layer_name) if isinstance(metadata, dict) else None
-        step = None if known is None else self._context.step(self._layer.layer_name, known)
-        ragged = None if step is None else step.plan.ragged
-        if ragged is None or ragged.others:
-            check_slots(step, slots)
+        step = self.step_to_write(self._layer, slots)
+        if step is None or step.plan.has_plain:
             super().do_kv_cache_update(latents, rotated, kv_cache, slots, *args)  # type: ignore[misc]
-        if step is not None and ragged is not None:
+        if step is not None and (ragged := step.plan.ragged) is not None:
             assert ragged.tokens is not None
             first, second = torch.cat([latents, rotated.flatten(1)], -1)[:, None].chunk(2, -1)
-            layout = ragged.of_layer(step.places[self._layer.layer_name])
-            append_to_pages(first, second, kv_cache.unsqueeze(1), ragged.tokens, layout)
+            append_to_pages(first, second, kv_cache.unsqueeze(1), ragged.tokens, ragged.of_layer(self._place))
 
     def forward_mha(
         self,
@@ -136,8 +129,6 @@ class LatentImpl(CompressedImpl):
             latents, rotated: latents and rotated parts of these tokens.
             kv_cache: the layer's cache.
             attn_metadata: the result of `KeepBuilder.build`.
-            args: further arguments of vLLM's backend.
-            kwargs: further arguments of vLLM's backend.
         """
         super().forward_mha(q, latents, rotated, kv_cache, attn_metadata, *args, **kwargs)  # type: ignore[misc]
         step = self._context.step(self._layer.layer_name, attn_metadata)
@@ -161,14 +152,13 @@ class LatentImpl(CompressedImpl):
             The attention over latents, `[tokens, query_heads, latent]`, and its log-sum-exp if vLLM's backend has it.
         """
         step = self._context.step(layer.layer_name, attn_metadata)
-        ragged = None if step is None else step.plan.ragged
         attended: Tensor | None = None
         lse: Tensor | None = None
-        if ragged is None or ragged.others:
+        if step is None or step.plan.has_plain:
             attended, lse = super().forward_mqa(q, kv_cache, attn_metadata, layer)  # type: ignore[misc]
-        if step is not None and (ragged is not None or step.plan.in_layers or step.plan.dummy):
+        if step is not None and (step.plan.ragged is not None or step.plan.in_layers or step.plan.dummy):
             queries = torch.cat(q, -1) if isinstance(q, tuple) else q
-            if ragged is not None:
+            if step.plan.ragged is not None:
                 if attended is None:
                     attended = queries.new_zeros(*queries.shape[:2], self.kv_lora_rank)
                 self._attend_ragged(layer, step, queries, kv_cache, attended)
@@ -178,7 +168,7 @@ class LatentImpl(CompressedImpl):
 
     def _attend_ragged(self, layer: Any, step: PlannedStep, queries: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute the attention of tokens if the layer has its own entries."""
-        ragged, place, pages = step.plan.ragged, step.places[layer.layer_name], self.pages(layer, kv_cache)
+        ragged, place, pages = step.plan.ragged, self._place, self.pages(layer, kv_cache)
         assert ragged is not None and ragged.tokens is not None and isinstance(pages, LatentPages)
         tokens, layout, size = ragged.tokens, ragged.of_layer(place), self.kv_lora_rank
         paged_attention(queries, pages.caches, place, tokens, layout, self.softmax, output, value_dim=size)

@@ -21,11 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.recipe import Recipe
 from keepset.vllm.formats import WHOLE, packed_otherwise
-from keepset.vllm.settings import (
-    BESIDE_MODULE,
-    connectors_of,
-    contexts_of,
-)
+from keepset.vllm.settings import BESIDE_MODULE, connectors_of, contexts_of
 from keepset.vllm.validation import how_to_start, refusal
 
 

@@ -210,8 +210,6 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         Args:
             request_id: the request.
             num_tokens: tokens that it needs blocks for.
-            args: further arguments of vLLM's manager.
-            kwargs: further arguments of vLLM's manager.
         """
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
@@ -282,8 +280,6 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         Args:
             request: the request.
             num_tokens: tokens that are in the cache.
-            args: further arguments of vLLM's manager.
-            kwargs: further arguments of vLLM's manager.
         """
         if (own := self._own.get(request.request_id)) is not None:
             # Hashes of a request's tokens do not depend on its budget, but those of a context begin with its digest.
@@ -309,7 +305,6 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         Args:
             max_length: tokens of the prompt but the last.
             kv_cache_spec: the kind of cache.
-            others: further arguments of vLLM's manager.
         """
         hashes, placement = others["block_hashes"], None
         if kv_cache_spec.contexts and len(hashes):

@@ -47,7 +47,6 @@ class MetadataAdapter(StepAdapter):
             metadata.seq_lens,
             metadata.slot_mapping,
             metadata.query_start_loc,
-            metadata.query_start_loc_cpu,
             metadata.max_query_len,
         )
 
@@ -79,9 +78,8 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     """
     config = context.config
     layers = [config.compilation_config.static_forward_context[name] for name in names]
-    context.neighbours |= {name: (layers, place) for place, name in enumerate(names)}
-    for layer in layers:
-        layer.impl.belong_to(layer)
+    for place, layer in enumerate(layers):
+        layer.impl.belong_to(layers, place)
     projections, rotary = [context.projections[name] for name in names] if context.projections else [], None
     if context.recipe.method.traits.needs.unrotated:
         model = config.model_config
@@ -136,8 +134,7 @@ class KeepBuilder:
         for name in layer_names:
             if group_leader(context.recipe, context.layers[name], kv_cache_spec.layers) != kv_cache_spec.layer:
                 raise UnsupportedEngineError(f"This vLLM asks for layers' caches in an unknown order ({name}).")
-        self._context, self._adapter = context, MetadataAdapter()
-        self._places = {name: place for place, name in enumerate(layer_names)}
+        self._context, self._adapter, self._names = context, MetadataAdapter(), layer_names
         size = EngineSize(
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,
@@ -168,9 +165,8 @@ class KeepBuilder:
         """Plan the step, and return vLLM's metadata for the entries that are kept.
 
         Args:
-            common_prefix_len: see vLLM's builder.
             common_attn_metadata: vLLM's metadata of the step, as if nothing had ever been dropped.
-            fast_build: see vLLM's builder.
+            common_prefix_len, fast_build: as vLLM's builder takes them.
         """
         if self._group is None:  # the backend would take the lengths of prompts for a window
             alone = common_attn_metadata.replace(rswa_prefix_lens=None)
@@ -180,7 +176,7 @@ class KeepBuilder:
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         if plan.dummy and plan.ragged is not None:
             _ = self._group.columns  # allocated before a graph captures its address
-        self._context.begin(PlannedStep(self._group, plan, self._places, metadata))
+        self._context.begin(PlannedStep(self._group, plan, self._names, metadata))
         return metadata
 
 

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.entry_parts import EntryParts, nvfp4_parts, slot_parts
-from keepset.kernels.packed_formats import NVFP4Format, PackedFormat, TurboQuantFormat
-from keepset.paged.pages import decoded_entries
-from keepset.paged.scattered_pages import ScatteredPages
-from keepset.vllm.compat import turboquant
+from keepset.kernels.packed_formats import NVFP4Format, PackedFormat
+from keepset.paged.pages import ScatteredPages, decoded_entries
+from keepset.vllm.compat import turboquant_format
 
 TURBOQUANT = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 """Types of caches with a slot for each entry: a key of 8, 4 or 3 bits, followed by a value of 4 or 3 bits."""
@@ -40,17 +38,6 @@ def packed_format(layer: Any, dtype: torch.dtype) -> PackedFormat:
     if layer.kv_cache_dtype in NVFP4:
         return NVFP4Format(layer.head_size, dtype, layer._k_scale, layer._v_scale)
     return turboquant_format(layer.kv_cache_dtype, layer.head_size, dtype)
-
-
-def turboquant_format(kind: str, head_dim: int, dtype: torch.dtype) -> TurboQuantFormat:
-    """Return the format of a cache of this kind.
-
-    Args:
-        kind: vLLM's name of the cache's type.
-        head_dim: numbers of a key.
-        dtype: the dtype in which keys and values are read.
-    """
-    return TurboQuantFormat(head_dim, dtype, *turboquant(kind, head_dim, current_platform.device_type))
 
 
 def parts_of(layer: Any, cache: Tensor) -> EntryParts:

@@ -23,8 +23,6 @@ from keepset.errors import UnsupportedModelError
 from keepset.paged.engine import QueryProjection
 
 _OTHERS = "choose a method that does not look at future queries, such as snapkv"
-_POSITIONS = 4
-"""Number of positions at which a layer's rotation is compared with its table."""
 
 
 class _CapturedError(Exception):
@@ -134,7 +132,7 @@ def find_rotation(
     last = min(longest, len(table)) - 1
     positions = torch.tensor([[0, 1, last // 2, last]], device=table.device)
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _POSITIONS, hidden_size, generator=draw).to(table.device, dtype)
+    hidden = torch.randn(*positions.shape, hidden_size, generator=draw).to(table.device, dtype)
     for projection in projections:
         projection.rotary = rotary
         undone = rotary.undo(projection.rotated(hidden, positions), positions)
@@ -146,8 +144,9 @@ def find_rotation(
 
 
 def _equal(rope: Any, other: Any) -> bool:
-    same = rope.is_neox_style == other.is_neox_style
-    return same and (rope is other or torch.equal(rope.cos_sin_cache, other.cos_sin_cache))
+    return rope.is_neox_style == other.is_neox_style and (
+        rope is other or torch.equal(rope.cos_sin_cache, other.cos_sin_cache)
+    )
 
 
 def watch_projections(projections: dict[str, VLLMQueryProjection], hidden: bool) -> RemovableHandle:

@@ -1,22 +1,29 @@
-"""Reasons why a recipe cannot be served: by any vLLM, or by an engine of which a few facts are known.
+"""Reasons why a recipe cannot be served, by any vLLM or by an engine of which a few facts are known, and what can be.
 
-Finding them does not load vLLM.
+A server that is given no recipe serves the default of the other commands, without steps that it cannot serve
+(`nearest`). Nothing here loads vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, QuantizedEntries
+from keepset.core.method import Allocator, Method
 from keepset.core.traits import Traits
+from keepset.methods.snapkv import SnapKV
 from keepset.recipe import Recipe, check_schedule
 
 INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 _OF_BITS = {8: INT8, 4: INT4}
 """The `kv_cache_dtype` that a recipe quantized(...) asks for, by its bits."""
 
+
+_TABLES = ("default", "linear", "dynamic", "yarn", "llama3")
+"""Kinds of rotary embeddings of which vLLM keeps one table of cosines and sines."""
 
 COUNTED_AHEAD = (
     "the scheduler runs ahead, and counts drafts before it is known which are taken back; set async_scheduling=False "
@@ -134,3 +141,58 @@ def objections(recipe: Recipe) -> Iterator[str]:
         measured.load()
     for compiled in traits.needs.of(ModelTables):
         tables.load(compiled.file)
+
+
+def nearest(recipe: Recipe, limits: EngineLimits) -> tuple[Recipe, tuple[str, ...]]:
+    """Return a recipe without the steps that an engine cannot serve.
+
+    A step that only divides the budget or stores entries is left out. A scorer that cannot be served is replaced by
+    `snapkv`, which every engine serves.
+
+    Args:
+        recipe: the recipe.
+        limits: the known facts of the engine.
+
+    Returns:
+        The recipe, and the names of the steps that were left out or replaced.
+    """
+    missing: list[str] = []
+    method = _nearest(recipe.written, limits, missing)
+    budget, short = recipe.budget, recipe.budget.short
+    return Recipe.of(method, keep=budget.keep, bytes=budget.bytes, short=short), tuple(missing)
+
+
+def _nearest(method: Method, limits: EngineLimits, missing: list[str]) -> Method:
+    if isinstance(method, Allocator):
+        is_served = _serves(method.own_traits, limits)
+        if not is_served:
+            missing.append(method.name)
+        inner = _nearest(method.scorer, limits, missing)
+        return replace(method, scorer=inner) if is_served else inner
+    if _serves(method.traits, limits):
+        return method
+    missing.append(method.name)
+    return SnapKV()
+
+
+def _serves(own: Traits, limits: EngineLimits) -> bool:
+    """Return whether a step of a recipe can be served, given its own traits."""
+    if own.needs.unrotated and not limits.one_rotation:
+        return False
+    return not [*unserved(own, limits), *lacking(own, limits)]
+
+
+def one_rotation(config: Mapping[str, Any]) -> bool:
+    """Return whether all layers of a model rotate by one table, according to its configuration.
+
+    They do not if only some layers rotate, layers rotate differently, or queries change after their rotation.
+
+    Args:
+        config: the configuration of the model's text part, as transformers writes it.
+    """
+    rotation, kinds = config.get("rope_parameters"), {*(config.get("layer_types") or ())}
+    if not isinstance(rotation, Mapping) or rotation.get("rope_type", "default") not in _TABLES:
+        return False
+    local = {"sliding_attention", "chunked_attention"} & kinds  # perhaps the only layers that rotate
+    unlike = ("no_rope_layers", "use_qk_norm", "llama_4_scaling")
+    return not (local or "mrope_section" in rotation or any(config.get(name) for name in unlike))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError, RecipeError
 from keepset.recipe import Recipe
-from keepset.vllm.recipe_support import EngineLimits, served, table_per_head
-from keepset.vllm.served_default import nearest, one_rotation
+from keepset.vllm.recipe_support import EngineLimits, nearest, one_rotation, served, table_per_head
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -30,11 +30,8 @@ COUNTERS = {
 
 _RECIPE = "recipe"
 
-REQUESTS = 1024
-"""How many of the newest requests are kept."""
-
-CONTEXTS = 1024
-"""The largest number of contexts whose requests are counted."""
+_ROWS = 1024
+"""How many of the newest requests and refusals are kept, and how many contexts are counted."""
 
 _COUNTER = np.dtype([(name, "f8") for name in COUNTERS])
 _REQUEST = np.dtype(
@@ -42,10 +39,6 @@ _REQUEST = np.dtype(
 )
 
 _CONTEXT = np.dtype([("name", "S255"), ("requests", "i8"), ("loads", "i8")])
-
-
-REFUSALS = 1024
-"""How many of the newest refusals are kept for the front end to read."""
 
 _SENTENCE = 1000
 _REFUSAL = np.dtype([("number", "i8"), ("ticket", "S32"), ("why", f"S{_SENTENCE}")])
@@ -78,9 +71,7 @@ def _shared_metrics() -> dict[str, Any]:
 
 def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
     """Note a request that ended or was preempted, with the figures of the first group of layers."""
-    rows = _array("requests", _REQUEST, REQUESTS)
-    number = int(rows["number"].max())
-    rows[number % REQUESTS] = (number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
+    _append("requests", _REQUEST, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
 
 
 def serving(recipe: str) -> None:
@@ -93,7 +84,7 @@ def serving(recipe: str) -> None:
 
 def context_used(name: str, loaded: bool) -> None:
     """Count a request that begins with a context; `loaded` says whether its pages came from the file."""
-    rows = _array("contexts", _CONTEXT, CONTEXTS)
+    rows = _array("contexts", _CONTEXT, _ROWS)
     places = np.flatnonzero((rows["name"] == name.encode()) | (rows["name"] == b""))
     if len(places):
         rows[places[0]] = (name.encode(), rows["requests"][places[0]] + 1, rows["loads"][places[0]] + loaded)
@@ -108,9 +99,7 @@ def contexts() -> dict[str, dict[str, int]]:
 def refused(ticket: str, why: str) -> None:
     """Note why a request is refused, for the front end that gave it this ticket."""
     if ticket:
-        rows = _array("refusals", _REFUSAL, REFUSALS)
-        number = int(rows["number"].max())
-        rows[number % REFUSALS] = (number + 1, ticket.encode(), why.encode(errors="replace")[:_SENTENCE])
+        _append("refusals", _REFUSAL, ticket.encode(), why.encode(errors="replace")[:_SENTENCE])
 
 
 def refusal(ticket: str) -> str | None:
@@ -138,6 +127,13 @@ def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
     path = Path(os.environ[FOLDER]) / f"{name}-{os.getpid()}"
     path.parent.mkdir(parents=True, exist_ok=True)
     return np.memmap(path, dtype=dtype, mode="w+", shape=(length,))
+
+
+def _append(name: str, dtype: np.dtype, *values: Any) -> None:
+    """Write a numbered row in place of this process's oldest one."""
+    rows = _array(name, dtype, _ROWS)
+    number = int(rows["number"].max())
+    rows[number % _ROWS] = (number + 1, *values)
 
 
 def _rows(name: str, dtype: np.dtype) -> list[Any]:

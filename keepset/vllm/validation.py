@@ -80,8 +80,9 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if recipe.budget.kinds and not config.model_config.is_multimodal_model:
         yield f"its model takes no images; leave protect={recipe.budget.kinds[0]!r} out."
     yield from _of_drafts(config, recipe)
-    if contexts_of(config) is not None:
-        yield from _of_contexts(config)
+    connector = config.kv_transfer_config
+    if contexts_of(config) is not None and connector is not None and connector.kv_load_failure_policy != "fail":
+        yield "a context that cannot be loaded cannot be computed instead; leave kv_load_failure_policy out."
     yield from _of_connectors(config, recipe)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
@@ -182,12 +183,6 @@ def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             f"layers that draft ({drafts.method}) are not served for models that take images or cache latents; "
             "use ngram."
         )
-
-
-def _of_contexts(config: VllmConfig) -> Iterator[str]:
-    connector = config.kv_transfer_config
-    if connector is not None and connector.kv_load_failure_policy != "fail":
-        yield "a context that cannot be loaded cannot be computed instead; leave kv_load_failure_policy out."
 
 
 def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

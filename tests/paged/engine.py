@@ -190,8 +190,7 @@ class Engine:
             torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             torch.tensor([one.after for one in scheduled], dtype=torch.int32),
             torch.tensor(slots),
-            queries := torch.tensor(starts, dtype=torch.int32),
-            queries.cpu(),
+            torch.tensor(starts, dtype=torch.int32),
             max(tokens.values()),
         )
         return batch, self.events.plan(group.paged, batch)
@@ -230,7 +229,7 @@ class Engine:
             for row in range(len(requests)):
                 have = int(told.seq_lens[row])
                 blocks = told.block_table[row, : -(-have // BLOCK)].long()
-                own = slice(int(batch.query_start_loc_cpu[row]), int(batch.query_start_loc_cpu[row + 1]))
+                own = slice(int(batch.query_start_loc[row]), int(batch.query_start_loc[row + 1]))
                 for head in range(KV_HEADS):
                     mine = slice(head * GROUP, (head + 1) * GROUP)
                     output[own, mine] = attention(queries[own, mine], pages, blocks * KV_HEADS + head, have)
@@ -249,7 +248,7 @@ class Engine:
     ) -> None:
         """An engine's own kernel would see the same, and its entries be written to the same places."""
         own, again = per_head.batch(place), output.clone()
-        split, room = per_head.split(queries, KV_HEADS), per_head.output_buffer(again, KV_HEADS)
+        split, room = per_head.split(queries), per_head.output_buffer(again)
         blocks = pages.slots // BLOCK  # of each layer; they are numbered through
         newest, tables = own.seq_lens.long() - 1, own.block_table.long()
         slots = tables.gather(1, (newest // BLOCK)[:, None])[:, 0] * BLOCK + newest % BLOCK

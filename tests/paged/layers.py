@@ -22,10 +22,9 @@ from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize, QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.pages import StridedPages
+from keepset.paged.pages import ScatteredPages, StridedPages
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
-from keepset.paged.scattered_pages import ScatteredPages
 from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
@@ -90,7 +89,7 @@ def batch_of(
     lengths = torch.tensor([one.after for one in rows], dtype=torch.int32)
     starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
     most = max(one.after - one.before for one in rows)
-    return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), put(starts), starts, most)
+    return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), put(starts), most)
 
 
 class Allocated(TorchDispatchMode):

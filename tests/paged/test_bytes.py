@@ -34,7 +34,9 @@ def beside(shape: Shape, method: str) -> float:
     planner = planner_of(recipe, 1, kv_heads, BLOCK, query_heads // kv_heads, size, dtype.itemsize, blocks=blocks)
     ring = QueryRing(planner.recording, 1, slots_for(REQUESTS), query_heads, size, dtype)
     group = LayerGroup(planner, [lambda: pages], ring, Softmax(size**-0.5))
-    return (ring.nbytes + group.columns.nbytes) / (pages.slots * pages.entry_bytes)
+    return (ring.nbytes + sum(column.nbytes for column in group.columns._columns.values())) / (
+        pages.slots * pages.entry_bytes
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -45,7 +45,7 @@ def batch_of(requests: Sequence[tuple[Sequence[int], int, int]], prompts: Sequen
         ScheduledRequest(row, 0, 1, prompt, before, after)
         for row, (prompt, (_, before, after)) in enumerate(zip(lengths, requests, strict=True))
     ]
-    return StepBatch(rows, table, nobody, nobody, nobody, nobody, 1)
+    return StepBatch(rows, table, nobody, nobody, nobody, 1)
 
 
 # --- overrides and layouts

@@ -10,8 +10,7 @@ from keepset import KeepsetError
 from keepset.kernels.entry_parts import nvfp4_parts, slot_parts
 from keepset.kernels.packed_formats import NVFP4Format, PackedFormat, TurboQuantFormat
 from keepset.paged.engine import Pages
-from keepset.paged.pages import PagedEntries, decoded_entries
-from keepset.paged.scattered_pages import ScatteredPages
+from keepset.paged.pages import PagedEntries, ScatteredPages, decoded_entries
 from tests.kernels.packed import Bytes, memory_of, of_nvfp4, of_slots
 
 BLOCKS, HEADS, SIZE, HEAD_DIM, LAYERS = 3, 2, 8, 64, 2

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from keepset import KeepsetError
-from keepset.paged.pages import StridedPages, decoded_entries
-from keepset.paged.scattered_pages import ScatteredPages
+from keepset.paged.pages import ScatteredPages, StridedPages, decoded_entries
 from tests.kernels.interpreter import patched_once
 from tests.vllm.late import Late
 
@@ -208,7 +207,7 @@ def test_turboquant_is_written_as_vllm_writes_it(
 ) -> None:
     """Bit for bit, in slots by tokens and by heads; what is zero, large or beyond the largest 8-bit float, too."""
     draw, number = torch.Generator().manual_seed(1), 18  # of two blocks
-    layer, how = turboquant_layer(kind, head_dim), packed.turboquant_format(kind, head_dim, dtype)
+    layer, how = turboquant_layer(kind, head_dim), compat.turboquant_format(kind, head_dim, dtype)
     keys, values = torch.randn(2, number, HEADS, head_dim, generator=draw).to(dtype)
     keys *= torch.logspace(-5, 4, number).to(dtype)[:, None, None]
     keys[3], values[4], values[5] = 0.0, 0.0, 2.5

@@ -20,7 +20,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from keepset.vllm.served_default import one_rotation
+from keepset.vllm.recipe_support import one_rotation
 
 ROTATION: dict[str, Any] = {"rope_theta": 1e4}
 LONG = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64, "original_max_position_embeddings": 64, "factor": 4.0}
