@@ -106,6 +106,7 @@ class Pages(Protocol):
         """
 
 
+@runtime_checkable
 class StepAdapter(Protocol):
     """Translates the engine's metadata of a step for a group of layers that share block tables."""
 
@@ -134,6 +135,7 @@ class StepAdapter(Protocol):
         """
 
 
+@runtime_checkable
 class LayerAdapter(Protocol):
     """One attention layer of the engine, in each process that computes."""
 
@@ -146,6 +148,7 @@ class LayerAdapter(Protocol):
         """
 
 
+@runtime_checkable
 class QueryProjection(Protocol):
     """How a layer makes queries of hidden states; only recipes that look at hidden states need it."""
 
@@ -163,6 +166,7 @@ class QueryProjection(Protocol):
         """
 
 
+@runtime_checkable
 class SchedulerAdapter(Protocol):
     """The blocks of one group of layers, in the process that schedules."""
 

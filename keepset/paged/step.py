@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -116,6 +116,7 @@ class RaggedStep:
         return PageLayout(*(part[:, place : place + 1] for part in self.layout))
 
 
+@runtime_checkable
 class LayerOperation(Protocol):
     """An operation of layers on the queries of a step, or on recorded ones."""
 

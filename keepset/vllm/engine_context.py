@@ -230,11 +230,7 @@ class EngineContext:
         )
 
     def _stored_bytes(self, spec: AttentionSpec) -> int:
-        """Return the bytes of an entry of one head in quantised layers; vLLM may leave some layers unquantised.
-
-        Args:
-            spec: the kind of cache of one of the layers.
-        """
+        """Return the bytes of an entry of one head in quantised layers; vLLM may leave some layers unquantised."""
         if self.cache_dtype not in PACKED:
             return spec.state_content_size_bytes
         slots, content = packed_slots(self.cache_dtype, spec.num_kv_heads, spec.head_size)
