@@ -18,8 +18,7 @@ from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.pages import ScatteredPages, StridedPages
 from keepset.vllm.compat import fill_scales, softcap_of
 from keepset.vllm.engine_context import PlannedStep, active
-from keepset.vllm.formats import format_of, own_mixing
-from keepset.vllm.packed_layouts import PACKED, packed_format, parts_of, room_like
+from keepset.vllm.formats import PACKED, format_of, own_mixing, packed_format, parts_of, room_like
 
 
 class CompressedImpl:

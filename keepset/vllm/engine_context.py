@@ -38,14 +38,19 @@ from keepset.vllm.compat import (
     drafted_tokens,
     layer_specs,
 )
-from keepset.vllm.formats import ROW_SCALES, check_rows
-from keepset.vllm.layer_validation import check_layer, check_layers, check_spec, leaves_alone
+from keepset.vllm.formats import PACKED, ROW_SCALES, check_packed, check_rows, packed_slots
 from keepset.vllm.memory import QueryBuffers, Shape, reserve
-from keepset.vllm.packed_layouts import PACKED, check_packed, packed_slots
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
-from keepset.vllm.validation import LAYERS_THAT_DRAFT, check
+from keepset.vllm.validation import (
+    LAYERS_THAT_DRAFT,
+    check,
+    check_layer,
+    check_layers,
+    check_spec,
+    leaves_alone,
+)
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only messages of its own loggers
 

@@ -22,7 +22,6 @@ from tests.kernels.interpreter import patched_once
 from tests.vllm.late import Late
 
 compat, formats = Late("keepset.vllm.compat"), Late("keepset.vllm.formats")
-packed = Late("keepset.vllm.packed_layouts")
 CPU, SIZE, HEADS = torch.device("cpu"), 16, 2
 TURBOQUANT = ["turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"]
 
@@ -212,11 +211,11 @@ def test_turboquant_is_written_as_vllm_writes_it(
     keys *= torch.logspace(-5, 4, number).to(dtype)[:, None, None]
     keys[3], values[4], values[5] = 0.0, 0.0, 2.5
     rows = torch.cat(how.encode_entries(keys, values), -1)
-    content = packed.packed_slots(kind, HEADS, head_dim)[1]
+    content = formats.packed_slots(kind, HEADS, head_dim)[1]
     for shape in ((2, SIZE, HEADS, content), (2, HEADS, SIZE, content)):
         cache = torch.zeros(shape, dtype=torch.uint8)
         cache = cache.transpose(1, 2) if shape[1] == SIZE else cache
-        room = packed.room_like(cache, number)
+        room = formats.room_like(cache, number)
         assert room.shape == cache.shape and room.stride() == cache.stride()
         layer.impl.write_plain(layer, keys, values, room, torch.arange(number))
         written = room.transpose(1, 2).flatten(0, 1)[:number]
@@ -228,12 +227,12 @@ def test_turboquant_is_written_as_vllm_writes_it(
 def test_turboquant_is_read_as_vllm_reads_it(turboquants_kernels: Any, kind: str) -> None:
     """By tokens, as vLLM lays it out; what is read is what its kernel for long prompts makes of the same bytes."""
     head_dim, slots, draw = 64, torch.tensor([17, 3, 40, 0]), torch.Generator().manual_seed(1)
-    layer, (_, content) = turboquant_layer(kind, head_dim), packed.packed_slots(kind, HEADS, head_dim)
+    layer, (_, content) = turboquant_layer(kind, head_dim), formats.packed_slots(kind, HEADS, head_dim)
     cache, config = torch.zeros(3, SIZE, HEADS, content, dtype=torch.uint8), layer.impl.tq_config
     new = torch.randn(2, 4, HEADS, head_dim, generator=draw)
     layer.impl.write_plain(layer, new[0], new[1], cache.transpose(1, 2), slots)
-    how = packed.packed_format(layer, torch.float32)
-    pages = ScatteredPages([packed.parts_of(layer, cache.transpose(1, 2))], 0, how)
+    how = formats.packed_format(layer, torch.float32)
+    pages = ScatteredPages([formats.parts_of(layer, cache.transpose(1, 2))], 0, how)
     own = [part.flatten(1, 2) for part in decoded_entries(pages, torch.arange(3 * HEADS).view(3, HEADS).T[..., None])]
     read = torch.zeros(2, 1, HEADS, 3 * SIZE, head_dim, dtype=torch.float16)
     turboquants_kernels._tq_full_dequant_kv[(3 * SIZE, HEADS)](
@@ -247,7 +246,7 @@ def test_turboquant_is_read_as_vllm_reads_it(turboquants_kernels: Any, kind: str
     keys = keys if config.key_fp8 else keys @ how.rotation
     for mine, right in ((own[0], keys), (own[1], values)):
         torch.testing.assert_close(mine[:, slots], right[:, slots], rtol=2e-3, atol=2e-3)  # rounded to 16 bits
-    packed.check_packed(layer, torch.float32, CPU)
+    formats.check_packed(layer, torch.float32, CPU)
 
 
 def write_nvfp4(layer: Any, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor, swizzled: bool) -> None:
@@ -280,9 +279,9 @@ def test_nvfp4_is_read_as_it_is_published(swizzled: bool) -> None:
     def write(*args: Any) -> None:
         write_nvfp4(*args, swizzled=swizzled)
 
-    packed.check_packed(packed_layer("nvfp4", 128, write_plain=write, nvfp4_fa2=not swizzled), torch.float32, CPU)
+    formats.check_packed(packed_layer("nvfp4", 128, write_plain=write, nvfp4_fa2=not swizzled), torch.float32, CPU)
     with pytest.raises(KeepsetError, match="does not know the layout of this vLLM's KV cache of kind nvfp4"):
-        packed.check_packed(packed_layer("nvfp4", 128, write_plain=write, nvfp4_fa2=swizzled), torch.float32, CPU)
+        formats.check_packed(packed_layer("nvfp4", 128, write_plain=write, nvfp4_fa2=swizzled), torch.float32, CPU)
 
 
 def test_slots_of_the_backends_are_those_that_are_read() -> None:

@@ -34,7 +34,6 @@ from tests.paged.methods import Mass
 from tests.vllm.late import Late
 
 compat, validation = Late("keepset.vllm.compat"), Late("keepset.vllm.validation")
-layer_validation = Late("keepset.vllm.layer_validation")
 arguments, parsers = Late("vllm.engine.arg_utils"), Late("vllm.utils.argparse_utils")
 formats, triton = Late("keepset.vllm.formats"), Late("vllm.v1.attention.backends.triton_attn")
 modes, specs = Late("vllm.config"), Late("vllm.v1.kv_cache_interface")
@@ -414,24 +413,21 @@ def test_a_cache_that_is_refused(kind: str, more: dict[str, Any], reason: str) -
     if "kv_quant_mode" in more:
         more = more | {"kv_quant_mode": specs.KVQuantMode[more["kv_quant_mode"]]}
     with pytest.raises(KeepsetError) as error:
-        layer_validation.check_spec(getattr(specs, kind)(**FULL | more))
+        validation.check_spec(getattr(specs, kind)(**FULL | more))
     assert str(error.value) == f"keepset cannot serve this model: the cache of its layers {reason}."
 
 
 def test_a_cache_that_is_served() -> None:
     for mode in ("NONE", "FP8_PER_TENSOR"):
         spec = specs.FullAttentionSpec(**FULL, kv_quant_mode=specs.KVQuantMode[mode])
-        assert layer_validation.check_spec(spec) is spec
+        assert validation.check_spec(spec) is spec
     latents = specs.MLAAttentionSpec(**FULL | {"num_kv_heads": 1})
-    assert layer_validation.check_spec(latents) is latents
+    assert validation.check_spec(latents) is latents
     contents = {"INT8_PER_TOKEN_HEAD": 136, "FP8_PER_TOKEN_HEAD": 136, "INT4_PER_TOKEN_HEAD": 72}
     for mode, content in contents.items():
         dtype = torch.int8 if mode.startswith("INT8") else torch.uint8
         spec = specs.FullAttentionSpec(**FULL | {"kv_quant_mode": specs.KVQuantMode[mode], "dtype": dtype})
-        assert (
-            layer_validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes
-            == content
-        )
+        assert validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes == content
         assert formats.as_on_gpus(spec) == triton.TritonAttentionBackend.customize_spec(spec)
 
 
@@ -541,26 +537,26 @@ def test_what_is_refused_beside_other_layers(
     kind: tuple[str, dict[str, Any]], changes: dict[str, Any], reason: str
 ) -> None:
     recipe, layers, others = Recipe.parse(UNIFORM), [layer(4)], [other(*kind)]
-    layer_validation.check_layers(config(**changes), recipe, layers, [])
-    layer_validation.check_layers(config(), recipe, layers, [other(*WINDOWS)])
-    layer_validation.check_layers(config(**SERVED), recipe, layers, [other(*STATES)])
+    validation.check_layers(config(**changes), recipe, layers, [])
+    validation.check_layers(config(), recipe, layers, [other(*WINDOWS)])
+    validation.check_layers(config(**SERVED), recipe, layers, [other(*STATES)])
     with pytest.raises(KeepsetError) as error:
-        layer_validation.check_layers(config(**changes), recipe, layers, others)
+        validation.check_layers(config(**changes), recipe, layers, others)
     assert reason[1:] in str(error.value)
 
 
 def test_layers_that_cannot_be_compressed_together() -> None:
     recipe, chunks = Recipe.parse(UNIFORM), other("ChunkedLocalAttentionSpec", {"attention_chunk_size": 128})
     with pytest.raises(KeepsetError, match="so there is nothing to compress; serve the model without a recipe"):
-        layer_validation.check_layers(config(), recipe, [], [chunks])
+        validation.check_layers(config(), recipe, [], [chunks])
     with pytest.raises(KeepsetError, match=r"differ in their heads \(.*\(4, 2, 64\), \(8, 2, 64\)\)"):
-        layer_validation.check_layers(config(), recipe, [layer(4), layer(8)], [])
-    assert layer_validation.leaves_alone(chunks) and layer_validation.leaves_alone(None)
-    assert not layer_validation.leaves_alone(specs.FullAttentionSpec(**FULL))
+        validation.check_layers(config(), recipe, [layer(4), layer(8)], [])
+    assert validation.leaves_alone(chunks) and validation.leaves_alone(None)
+    assert not validation.leaves_alone(specs.FullAttentionSpec(**FULL))
     latents = FULL | {"num_kv_heads": 1}
-    assert not layer_validation.leaves_alone(specs.MLAAttentionSpec(**latents))
+    assert not validation.leaves_alone(specs.MLAAttentionSpec(**latents))
     with pytest.raises(KeepsetError, match="is of the kind HiddenStateCacheSpec"):
-        layer_validation.leaves_alone(specs.HiddenStateCacheSpec(**latents))
+        validation.leaves_alone(specs.HiddenStateCacheSpec(**latents))
 
 
 LAYERS = [
@@ -583,19 +579,19 @@ def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], r
     impl = Impl(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
     layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as error:
-        layer_validation.check_layer("model.layers.7.self_attn.attn", layer, unseen=own.get("unseen", False))
+        validation.check_layer("model.layers.7.self_attn.attn", layer, unseen=own.get("unseen", False))
     assert str(error.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
 
 
 def test_a_layer_that_is_served() -> None:
     impl = Impl(alibi_slopes=None, logits_soft_cap=None)
     layer = SimpleNamespace(kv_sharing_target_layer_name=None, impl=impl)
-    layer_validation.check_layer("layer", layer)
+    validation.check_layer("layer", layer)
     layer.impl = Impl(alibi_slopes=None, logits_soft_cap=30.0, sinks=object())
-    layer_validation.check_layer("layer", layer)
+    validation.check_layer("layer", layer)
     layer.impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
     with pytest.raises(KeepsetError, match="its layer name brings its own attention backend"):
-        layer_validation.check_layer("name", layer)
+        validation.check_layer("name", layer)
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"other": 1}, object()])
