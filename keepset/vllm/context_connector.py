@@ -36,7 +36,6 @@ from keepset.vllm.settings import contexts_of, save_limit_of
 
 logger = init_logger(__name__)
 
-
 _PLACEMENTS = 1024
 """How many contexts' placements are cached."""
 

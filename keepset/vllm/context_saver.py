@@ -23,7 +23,6 @@ from keepset.vllm.engine_context import EngineContext
 
 logger = init_logger(__name__)
 
-
 _BIASED = "match(streaming_llm, keep=1.0)"
 """The recipe of a file whose entries have biases and are compressed no further."""
 

@@ -315,17 +315,3 @@ def activate() -> EngineContext | None:
 def active() -> EngineContext | None:
     """Return the context of the model that was loaded last, if it has a recipe."""
     return _active
-
-
-def check_model(config: VllmConfig) -> None:
-    """Refuse a model without compressed layers, if the configuration has a recipe.
-
-    Args:
-        config: vLLM's configuration, whose model is built.
-
-    Raises:
-        UnsupportedEngineError, UnsupportedModelError: the recipe cannot be served.
-    """
-    recipe = recipe_of(config)
-    if recipe is not None and (_active is None or _active.config is not config):
-        _ = EngineContext(config, recipe).layers

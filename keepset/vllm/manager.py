@@ -306,9 +306,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             max_length: tokens of the prompt but the last.
             kv_cache_spec: the kind of cache.
         """
-        hashes, placement = others["block_hashes"], None
-        if kv_cache_spec.contexts and len(hashes):
-            placement = kv_cache_spec.contexts.get(hashes[0])
+        hashes = others["block_hashes"]
+        placement = kv_cache_spec.contexts.get(hashes[0]) if len(hashes) else None
         if placement is not None:
             pool, blocks = others["block_pool"], [others["block_pool"].null_block] * placement.first
             for block_hash in hashes[placement.first : placement.own]:

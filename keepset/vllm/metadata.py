@@ -23,8 +23,9 @@ from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.vllm import stats
 from keepset.vllm.compat import PromptLengths, captured_tokens, drafted_tokens, lengths_on_host
-from keepset.vllm.engine_context import EngineContext, PlannedStep, active, check_model
+from keepset.vllm.engine_context import EngineContext, PlannedStep, active
 from keepset.vllm.query_projection import find_rotation
+from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
 
 
@@ -192,5 +193,7 @@ class RecurrentBuilder:
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any, **kwargs: Any
     ) -> None:
-        check_model(vllm_config)
+        recipe, context = recipe_of(vllm_config), active()
+        if recipe is not None and (context is None or context.config is not vllm_config):
+            _ = EngineContext(vllm_config, recipe).layers  # raises if none is compressed
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)  # type: ignore[call-arg]

@@ -21,7 +21,6 @@ INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 _OF_BITS = {8: INT8, 4: INT4}
 """The `kv_cache_dtype` that a recipe quantized(...) asks for, by its bits."""
 
-
 _TABLES = ("default", "linear", "dynamic", "yarn", "llama3")
 """Kinds of rotary embeddings of which vLLM keeps one table of cosines and sines."""
 

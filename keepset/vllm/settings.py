@@ -23,7 +23,6 @@ CONNECTOR = {
 }
 """The `kv_transfer_config` of recipes whose counts come from the data."""
 
-
 CONTEXTS = "keepset_contexts"
 """The key of `additional_config` for the folder of saved contexts, whose files requests name."""
 
@@ -42,7 +41,6 @@ CONTEXT_CONNECTOR = {
     "kv_connector_module_path": "keepset.vllm.context_connector",
 }
 """The `kv_transfer_config` of an engine with contexts."""
-
 
 BESIDE = ("OffloadingConnector", "LMCacheConnectorV1", "ExampleConnector")
 """vLLM's KV connectors that can run beside keepset; `keepset.vllm.beside` has a subclass of each."""
