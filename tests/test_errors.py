@@ -22,14 +22,6 @@ from keepset.hf.saved import header
 from keepset.serving.start_checks import check_installed
 
 
-def unknown_method(folder: Path) -> None:
-    keepset.Recipe.parse("snapvk(keep=0.5)")
-
-
-def budget_out_of_range(folder: Path) -> None:
-    keepset.Budget(keep=1.5)
-
-
 def encoder_decoder(folder: Path) -> None:
     T5Config(vocab_size=8, d_model=8).save_pretrained(folder)
     keepset.models.load(str(folder))
@@ -47,15 +39,15 @@ def no_engine(folder: Path) -> None:
 
 
 CASES: list[tuple[Callable[[Path], None], type[KeepsetError]]] = [
-    (unknown_method, RecipeError),
-    (budget_out_of_range, BudgetError),
+    (lambda _: keepset.Recipe.parse("snapvk(keep=0.5)"), RecipeError),
+    (lambda _: keepset.Budget(keep=1.5), BudgetError),
     (encoder_decoder, UnsupportedModelError),
     (damaged_file, CorruptFileError),
     (no_engine, UnsupportedEngineError),
 ]
 
 
-@pytest.mark.parametrize(("bad_input", "kind"), CASES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(("bad_input", "kind"), CASES, ids=[kind.__name__ for _, kind in CASES])
 def test_a_service_can_tell_them_apart(
     bad_input: Callable[[Path], None], kind: type[KeepsetError], tmp_path: Path
 ) -> None:

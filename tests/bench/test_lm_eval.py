@@ -113,11 +113,10 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.cross
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize(
-    "recipe", ["snapkv(keep=1.0)", pytest.param("adakv(expected_attention, keep=1.0)", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("batch_size", [3, 1])
+@pytest.mark.parametrize("recipe", ["snapkv(keep=1.0)", "adakv(expected_attention, keep=1.0)"])
 def test_with_everything_kept_the_harness_says_what_it_says_of_its_own_model(
     folder: str, tasks: Path, batch_size: int, recipe: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ from keepset.serving import command as commands
 from keepset.serving import prompts, start_checks
 from keepset.serving.prompts import TextSource
 from tests.bench.sweep.asked import letters
-from tests.cli.conftest import Forked, Run
+from tests.cli.conftest import Forked, Run, load_json
 from tests.serving.conftest import bench, fake
 from tests.serving.fake_vllm import Fake
 
@@ -59,13 +58,6 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return started
 
 
-def load(path: Path) -> Any:
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-
-
 def test_plain_against_recipe(run: Run, servers: list[list[str]], tmp_path: Path) -> None:
     done = run(*BENCH, "--rounds", "2", "--json", "a.json", "--html", "a.html", "a/model", "--", "--dtype", "float32")
     assert done.code == 0
@@ -83,7 +75,7 @@ def test_plain_against_recipe(run: Run, servers: list[list[str]], tmp_path: Path
     assert others == ["figures: a.json", "report: a.html"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json"]
 
-    result = load(tmp_path / "a.json")
+    result = load_json((tmp_path / "a.json").read_text("utf-8"))
     assert list(result) == ["model", "recipe", "load", "options", "keepset", "servers"]
     assert result["load"]["requests"] == 6 and result["load"]["rounds"] == 2
     assert [server["name"] for server in result["servers"]] == ["plain", "recipe"]
@@ -118,7 +110,7 @@ def test_questions_to_documents(
     assert lines[2] == "plain contexts ratio"
     # 40 blocks of 4 tokens: 10 for a document; of 10 entries of every head two pages of 4 are full, and a last one.
     assert "documents that the pool holds 4 20 x5.00 better" in lines
-    plain, contexts = load(tmp_path / "a.json")["servers"]
+    plain, contexts = load_json((tmp_path / "a.json").read_text("utf-8"))["servers"]
     assert plain["summary"]["prompt_tokens"] == contexts["summary"]["prompt_tokens"] == 2 * 3 * 47
     block_bytes = 2 * 2 * 4 * 2 * 8 * 4  # layers, heads, entries, keys and values, numbers, bytes
     assert (plain["documents"]["nbytes"], contexts["documents"]["nbytes"]) == (10 * block_bytes, 2 * block_bytes)
@@ -148,7 +140,7 @@ def test_failed_requests_are_shown(run: Run, servers: list[list[str]], tmp_path:
     lines = [" ".join(line.split()) for line in done.out.splitlines()]
     assert "requests failed 1 1 x1.00" in lines
     assert any(line.startswith("plain: ") and "503" in line for line in lines)
-    assert load(tmp_path / "a.json")["servers"][1]["summary"]["failed"] == 1
+    assert load_json((tmp_path / "a.json").read_text("utf-8"))["servers"][1]["summary"]["failed"] == 1
 
 
 @pytest.mark.full

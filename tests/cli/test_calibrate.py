@@ -50,6 +50,7 @@ def test_gates_can_be_left_out(run: Run) -> None:
     assert (done.code, done.out) == (2, "") and "'a' do not say which heads retrieve" in done.err
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("text")
 def test_imports_what_others_have_published(run: Run, tiny_folder: Path) -> None:
     """Gates are not trained if they are imported, and several files make one."""

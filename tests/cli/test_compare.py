@@ -268,19 +268,8 @@ def test_without_a_terminal_decoding_says_how_many_tokens_were_read(
     counted = module.counted
     monkeypatch.setattr(module, "counted", lambda bar, *args: (bars.append(bar), counted(bar, *args))[1])
     monkeypatch.setattr(DecodeComparer, "_feed", fed)
-    words = (
-        "--prompt-tokens",
-        "40",
-        "--continuation",
-        "60",
-        "--recipes",
-        "knorm, tova",
-        "--budgets",
-        "24",
-        "--every",
-        "8",
-    )
-    assert run("compare", "--decode", *words, "--text", "text").code == 0
+    words = "--text text --prompt-tokens 40 --continuation 60 --recipes knorm,tova --budgets 24 --every 8"
+    assert run("compare", "--decode", *words.split()).code == 0
     assert [each.partition(",")[0] for each in said] == ["tokens: 60 of 180", "tokens: 120 of 180", "recipes: 1 of 2"]
 
 

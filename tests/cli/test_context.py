@@ -68,8 +68,8 @@ def test_a_short_text_is_compressed_only_by_a_recipe_that_is_named(run: Run, tin
     assert int(keepset.Cache.load("less", tiny[0]).keep_set.counts.max()) == length // 2
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("recipe", [RECIPE, "tova(keep=24, every=4)", "tova(keep=24, prefill=False, every=900)"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("recipe", ["tova(keep=24, every=4)", RECIPE, "tova(keep=24, prefill=False, every=900)"])
 def test_answers_are_those_of_a_cache_that_was_never_saved(run: Run, tiny: Any, text: Path, recipe: str) -> None:
     model, tokenizer = tiny
     assert run("context", "build", "--text", "text", "--out", "saved", "--recipe", recipe).code == 0
@@ -97,6 +97,7 @@ def test_a_seed_repeats_a_sample(run: Run, built: Path) -> None:
     assert samples[0] == samples[1] != samples[2]
 
 
+@pytest.mark.full
 def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)

@@ -110,6 +110,7 @@ def test_a_cache_without_a_model_still_says_so() -> None:
         keepset.Cache("a/model")  # type: ignore[arg-type]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("fixture", "recipes"), [("networks", [NETWORKS]), ("tiny", [ASKED_LATER, ANSWERED_AT_ONCE])])
 def test_comparisons_have_the_defaults_among_the_others(
     run: Run,

@@ -26,6 +26,7 @@ COMPILE = (
     *("--recipe", "compilerkv(window=8)", "--budgets", "16", "--sample", "1", "--prompt-tokens", "40"),
     *("--continuation", "5", "--text", "text.txt"),
 )
+NEEDLE = ("--prompt-tokens", "128", "--limit", "1", "--recipes", "snapkv(window=4)", "--budgets", "0.5")
 REPRODUCE = ("--model", "embedded", "--limit", "1", "--output-tokens", "4", "--data", ".")
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--output-tokens", "3"),
@@ -34,18 +35,7 @@ COMMANDS = {
     "diagnose": ("diagnose", "gvote"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
-    "eval": (
-        "eval",
-        "needle",
-        "--prompt-tokens",
-        "128",
-        "--limit",
-        "1",
-        "--recipes",
-        "snapkv(window=4)",
-        "--budgets",
-        "0.5",
-    ),
+    "eval": ("eval", "needle", *NEEDLE),
     "calibrate": ("calibrate", "--out", "stats.safetensors", *CALIBRATE),
     "compile": ("compile", "--out", "tables.safetensors", *COMPILE),
     "tune": ("tune", "--text", "text.txt", "--budget", "0.3", "--retrieval"),

@@ -39,19 +39,8 @@ def made(question: str = "what", *files: str) -> dict[str, torch.Tensor]:
 
 
 def words(*more: str) -> list[str]:
-    return [
-        "--model",
-        str(folder()),
-        "--device",
-        "cpu",
-        "--text",
-        "text",
-        "--image",
-        "a.png",
-        "--image",
-        "b.webp",
-        *more,
-    ]
+    model = ("--model", str(folder()), "--device", "cpu")
+    return [*model, "--text", "text", "--image", "a.png", "--image", "b.webp", *more]
 
 
 def test_generate_answers_about_images(run: Run, pair: Any) -> None:
@@ -149,14 +138,7 @@ def test_bad_images_are_refused(run: Run, pair: Any, tiny: Any, monkeypatch: pyt
 
 
 def test_models_that_are_no_use_for_images(run: Run, pair: Any, tmp_path: Path) -> None:
-    refused(
-        "The text has '<image>', which stands for an image: leave it out",
-        *words("--text", str(_holds(tmp_path))),
-        run=run,
-    )
+    (tmp_path / "holds").write_text("an <image> here", encoding="utf-8")
+    said = "The text has '<image>', which stands for an image: leave it out"
+    refused(said, *words("--text", "holds"), run=run)
     refused("do not fit the model's context of 512", *words(*["--image", "a.png"] * 20), run=run)
-
-
-def _holds(folder: Path) -> Path:
-    (folder / "holds").write_text("an <image> here", encoding="utf-8")
-    return folder / "holds"

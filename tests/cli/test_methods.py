@@ -95,11 +95,6 @@ def test_markup_of_a_method_of_ones_own_stays_text(run: Run, monkeypatch: pytest
     assert "[red]Doe[/red] \N{REPLACEMENT CHARACTER}[31m2026" in done.out and "\x1b" not in done.out
 
 
-def test_a_misspelt_method_is_suggested(run: Run) -> None:
-    done = run("methods", "snapkvv")
-    assert done.code == 2 and "There is no method 'snapkvv'; did you mean 'snapkv'?" in done.err
-
-
 @pytest.mark.parametrize("command", ["methods", "bench", "bench latency"])
 def test_help_in_two_ways(command: str, run: Run) -> None:
     long, short = (run(*command.split(), option) for option in ("--help", "-h"))

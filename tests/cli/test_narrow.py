@@ -23,6 +23,7 @@ from tests.core.test_tables import random_tables
 COLUMNS = 80
 LONG = "adakv(expected_attention(future=16, buffer=8), keep=0.5), streaming_llm(keep=0.25)"
 DECODING = "pyramid(expected_attention(future=16, buffer=4), keep=48), streaming_llm(keep=32)"
+TRACED = DECODING.partition("), s")[0] + ", every=16)"
 TEXT = ("--text", "text", "--prompt-tokens")
 
 
@@ -75,17 +76,7 @@ def sweep(tmp_path: Path) -> None:
         ("results", "sweep.sqlite"),
         ("compare", *TEXT, "100", "--continuation", "8", "--recipes", LONG),
         ("compare", *TEXT, "60", "--continuation", "40", "--decode", "--every", "16", "--recipes", DECODING),
-        pytest.param(
-            (
-                "trace",
-                "Go on.",
-                "--recipe",
-                DECODING.split("), s", maxsplit=1)[0] + ", every=16)",
-                "--output-tokens",
-                "40",
-            ),
-            marks=pytest.mark.full,
-        ),
+        pytest.param(("trace", "Go on.", "--recipe", TRACED, "--output-tokens", "40"), marks=pytest.mark.full),
         pytest.param(
             ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes", LONG),
             marks=pytest.mark.full,
@@ -122,14 +113,8 @@ def test_no_name_is_broken_of_a_load(printed: Printed) -> None:
         "keepset": {"entries_kept": 1e6, "event_seconds": 0.25},
     }
     servers = [{"name": name, "summary": figures} for name in ("plain", "recipe")]
-    load = {
-        "requests": 28,
-        "prompt_tokens": 512,
-        "output_tokens": 256,
-        "concurrency": 28,
-        "rounds": 1,
-        "question_tokens": 0,
-    }
+    load = {"requests": 28, "prompt_tokens": 512, "output_tokens": 256, "concurrency": 28}
+    load |= {"rounds": 1, "question_tokens": 0}
     result = {"model": "SmolLM2-135M-Instruct", "load": load, "recipe": LONG, "servers": servers}
     print_table(result, table_rows([figures, figures]))
     printed.check()

@@ -194,6 +194,11 @@ def test_quantised_entries_are_those_that_they_stand_for(recipe: str, kind: str,
     assert {tuple(row) for row in held.flatten(0, -2).tolist()} <= known
 
 
+def rotation(dim: int) -> RotaryTable:
+    angles = torch.arange(80)[:, None] * torch.logspace(0, -2, dim // 2)
+    return RotaryTable(torch.cat([angles.cos(), angles.sin()], 1), halves=True)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "per_layer"), FORMATS)
 def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
@@ -201,8 +206,7 @@ def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
     formats, held, floats = quantised(kind, per_layer)
     whole, recipe = floats(held), "match(adakv(snapkv(window=4)), biases=False, keep=11)"
     before = whole.clone()
-    angles = torch.arange(80)[:, None] * torch.logspace(0, -2, DIM // 2)
-    rotary = RotaryTable(torch.cat([angles.cos(), angles.sin()], 1), halves=True)
+    rotary = rotation(DIM)
     run(layer_group(recipe, list(held), GROUP, formats, rotary=rotary))
     run(layer_group(recipe, list(whole), GROUP, rotary=rotary))
     (keys, values), (right, fitted) = (caches.chunk(2, -1) for caches in (floats(held), whole))
@@ -257,8 +261,7 @@ def test_fitted_values_are_packed_once(kind: str) -> None:
     """All others are moved, and keys as well."""
     packed, recipe = packed_caches(kind), "match(adakv(snapkv(window=4)), biases=False, keep=11)"
     whole, before = torch.stack(packed.caches).float(), packed.rows()
-    angles = torch.arange(80)[:, None] * torch.logspace(0, -2, WIDE // 2)
-    rotary = RotaryTable(torch.cat([angles.cos(), angles.sin()], 1), halves=True)
+    rotary = rotation(WIDE)
     run(layer_group(recipe, packed.parts, GROUP, [packed.format] * LAYERS, rotary=rotary), WIDE)
     run(layer_group(recipe, list(whole), GROUP, rotary=rotary), WIDE)
     rows, how = packed.rows(), packed.format
@@ -276,8 +279,7 @@ def test_fitted_values_are_packed_once(kind: str) -> None:
 
 def test_a_fit_goes_by_keys_of_four_bits_as_they_are() -> None:
     """They are not rounded once more, as those of the transformers runtime are at an event."""
-    angles = torch.arange(80)[:, None] * torch.logspace(0, -2, DIM // 2)
-    rotary, caches = RotaryTable(torch.cat([angles.cos(), angles.sin()], 1), halves=True), []
+    rotary, caches = rotation(DIM), []
     for recipe in "match(snapkv(window=4), keep=11)", "quantized(match(snapkv(window=4)), bits=4, keep=11)":
         formats, held, _ = quantised("int4", False)
         before = held.clone()

@@ -26,18 +26,9 @@ def test_addresses_of_this_machine(url: str, address: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "http://10.0.0.1:8000",
-        "http://0.0.0.0:8000",
-        "http://128.0.0.1",
-        "http://example.org",
-        "http://localhost.example.org",
-        "http://127.0.0.1.example.org",
-        "http://[::2]",
-        "http://[::ffff:8.8.8.8]",
-        "http://[::ffff:127.0.0.1]",
-        "http://[::1%25eth0]",
-        "http://2130706433",
-        "http://0x7f.1",
+        *("http://10.0.0.1:8000", "http://0.0.0.0:8000", "http://128.0.0.1", "http://example.org"),
+        *("http://localhost.example.org", "http://127.0.0.1.example.org", "http://2130706433", "http://0x7f.1"),
+        *("http://[::2]", "http://[::ffff:8.8.8.8]", "http://[::ffff:127.0.0.1]", "http://[::1%25eth0]"),
     ],
 )
 def test_no_other_machine_is_put_under_load(url: str) -> None:

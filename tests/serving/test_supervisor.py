@@ -62,6 +62,7 @@ def test_under_nohup_it_outlives_its_terminal() -> None:
         assert process.wait(30) == 128 + signal.SIGTERM and gone(child)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_handed_on(number: signal.Signals) -> None:
     with supervisor() as (process, child):
@@ -70,6 +71,7 @@ def test_a_signal_is_handed_on(number: signal.Signals) -> None:
         assert process.wait(30) in (128 + number, 1) and gone(child)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_does_not_end_is_ended(number: signal.Signals) -> None:
     with supervisor("stubborn", seconds=0.3) as (process, child):

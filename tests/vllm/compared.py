@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.llama import modeling_llama
 
 import keepset
 from keepset import Recipe
@@ -63,6 +65,23 @@ def run_in(env: dict[str, str], *scenarios: Scenario) -> list[Result]:
     """Run engines, one after another in one process with this environment."""
     answers = answers_of(dict(enumerate(scenarios)), env)
     return [result(answers, place) for place in answers]
+
+
+def rounding_model(folder: Path, rounded: Callable[[Tensor], Tensor], patch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """Return a model whose keys, after rotation, and values are rounded, `[..., head_dim]`."""
+    model, rotate = LlamaForCausalLM.from_pretrained(folder).eval(), modeling_llama.apply_rotary_pos_emb
+
+    def rotated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        query, key = rotate(*args, **kwargs)
+        return query, rounded(key)
+
+    def round_values(module: Any, args: Any, output: Tensor) -> Tensor:
+        return rounded(output.unflatten(-1, (-1, model.config.head_dim))).flatten(-2)
+
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", rotated)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(round_values)
+    return model
 
 
 def check_oracle(oracle: Oracle, recipe: str | None, some: list[Ask], engine: Result) -> None:

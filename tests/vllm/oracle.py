@@ -6,7 +6,7 @@ It takes the steps that the engine took, with the engine's own tokens, and knows
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -73,15 +73,21 @@ class Replay:
     events: list[tuple[int, dict[int, list[list[int]]], list[int]]] = field(default_factory=list)
 
 
-class Oracle:
-    """A model whose attention is a loop over heads."""
+Stored = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Returns what a cache holds of a layer's keys and values, `[..., head_dim]`; first comes the layer's index."""
 
-    def __init__(self, model: PreTrainedModel, block_size: int) -> None:
+
+class Oracle:
+    """A model whose attention is a loop over heads. A quantised cache has a `stored`."""
+
+    def __init__(
+        self, model: PreTrainedModel, block_size: int, stored: Stored = lambda _, keys, values: (keys, values)
+    ) -> None:
         # Each of several has a name of its own: the registry holds one function for a name.
         self._name = f"{NAME}_{id(self)}"
         AttentionInterface.register(self._name, self._attend)
         AttentionMaskInterface.register(self._name, lambda *args, **kwargs: None)
-        self.model, self.block_size = model, block_size
+        self.model, self.block_size, self._stored = model, block_size, stored
         self._layers: list[Layer] = []
         self._start = 0
         self._raw: dict[int, tuple[Tensor, Tensor]] = {}  # a layer's input, and its queries before rotation
@@ -162,6 +168,7 @@ class Oracle:
     ) -> tuple[Tensor, None]:
         """Appends the new entries, and attends head by head."""
         new, index = query.shape[2], module.layer_idx
+        key, value = self._stored(index, key, value)
         group = query.shape[1] // key.shape[1]
         hidden, projected = self._raw[index]
         raw = projected.view(1, new, query.shape[1], -1).transpose(1, 2)[0]

@@ -57,7 +57,6 @@ IN_TURN = [
     for place in range(MANY)
 ]
 """One after another, all of them twice."""
-LATER = [ask("pooled", index, 9, add=4 * index) for index in range(4)]
 TURMOIL = [
     ask("pooled", 0, 40, 60),
     ask("pooled", 1, 20, 60),
@@ -110,7 +109,7 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def engines(tiny: Path, folder: Path) -> dict[str, Any]:
-    return answers_of({"all": serving(tiny, folder, ALL), "later": serving(tiny, folder, LATER)})
+    return answers_of({"all": serving(tiny, folder, ALL)})
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +168,7 @@ def check(model: PreTrainedModel, folder: Path, asks: list[Ask], engine: Result,
         engine.check_nothing_left()
 
 
+@pytest.mark.full
 def test_every_answer_is_that_of_the_file(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
     engine = part(result(engines, "all"), EACH)
     check(tiny_model, folder, EACH, engine)
@@ -188,12 +188,14 @@ def test_pages_of_eight_bits_take_entries_of_eight_bits_as_they_are(
     check(tiny_model, folder, asks, engine, widened_entries=False)
 
 
-def test_pages_are_held_once(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
+def test_pages_are_held_once(tiny: Path, tiny_model: PreTrainedModel, tmp_path: Path) -> None:
     """Four requests hold what is shared once, and each its own last blocks; those who come later find it."""
-    engine = result(engines, "later")
-    check(tiny_model, folder, LATER, engine)
+    path = write(tmp_path, tiny_model, "pooled", *CONTEXTS["pooled"])
+    some = [ask("pooled", index, 9, add=4 * index) for index in range(4)]
+    engine = result(answers_of({0: serving(tiny, tmp_path, some)}), 0)
+    check(tiny_model, tmp_path, some, engine)
     assert max(step["running"] for step in engine.steps) == 4
-    counts = keepset.Cache.load(folder / "pooled.safetensors", tiny_model).keep_set
+    counts = keepset.Cache.load(path, tiny_model).keep_set
     assert counts is not None
     heads = [[len(counts.positions(layer, 0, head)) for head in range(2)] for layer in range(3)]
     shared = -(-sum(-(-count // BLOCK) - 1 for layer in heads for count in layer) // 6)
@@ -203,6 +205,7 @@ def test_pages_are_held_once(engines: dict[str, Any], tiny_model: PreTrainedMode
     assert engine.cached == [320] * 4
 
 
+@pytest.mark.full
 def test_a_prompt_that_begins_with_a_text_gets_it(
     engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path
 ) -> None:
@@ -227,6 +230,7 @@ def test_a_pool_for_two_documents_holds_fifteen(
     assert [engine.loads[f"many {place}"] for place in range(MANY)] == [1] * MANY
 
 
+@pytest.mark.full
 def test_what_cannot_be_served_ends_with_an_error(engines: dict[str, Any]) -> None:
     engine = part(result(engines, "all"), REFUSED)
     assert set(engine.reasons) == {"error"} and not any(engine.tokens)

@@ -197,7 +197,7 @@ def turboquant_layer(kind: str, head_dim: int) -> Any:
     return layer
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.cross
 @pytest.mark.parametrize(("kind", "head_dim"), [*((kind, 64) for kind in TURBOQUANT), ("turboquant_k8v4", 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -222,7 +222,7 @@ def test_turboquant_is_written_as_vllm_writes_it(
         assert torch.equal(written, rows)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", TURBOQUANT)
 def test_turboquant_is_read_as_vllm_reads_it(turboquants_kernels: Any, kind: str) -> None:
     """By tokens, as vLLM lays it out; what is read is what its kernel for long prompts makes of the same bytes."""

@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import keepset
 from keepset import Recipe
 from tests.hf.pictures import picture
-from tests.vllm.compared import answers_of, check_events, result
-from tests.vllm.engine import BLOCK, Ask, Result, Scenario
+from tests.vllm.compared import check_events
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario, run
 from tests.vllm.late import Late
 from tests.vllm.pictured import save_pictured
 
@@ -31,11 +31,8 @@ PROMPTS = (
 )
 """Words, and how many images they have."""
 IMAGE, PLAIN = "streaming_llm(keep=40, sinks=0, every=16, protect='image')", "snapkv(window=8, keep=40)"
-EXTRA: dict[str, list[Any]] = {
-    IMAGE: [None] * 3,
-    PLAIN: [{"protect": "image"}, {"protect": ["text", [0, 2]]}, None],
-}
-"""Recipes of engines, and the options of their requests."""
+ASKED = [{"protect": "image"}, {"protect": ["text", [0, 2]]}, None]
+"""The options of requests to an engine whose recipe protects nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asks(model: Path, extra: list[Any]) -> list[Ask]:
-    letters, files = (
-        AutoProcessor.from_pretrained(model).tokenizer,
-        [str(picture(model / f"{i}.png", i)) for i in (0, 1)],
-    )
+    letters = AutoProcessor.from_pretrained(model).tokenizer
+    files = [str(picture(model / f"{i}.png", i)) for i in (0, 1)]
     return [
         Ask(letters(words).input_ids, 40, extra=own and {"keepset": own}, images=files[:number])
         for (words, number), own in zip(PROMPTS, extra, strict=True)
     ]
-
-
-@pytest.fixture(scope="module")
-def engines(model: Path) -> dict[str, Any]:
-    engine = {
-        "model": str(model),
-        "max_model_len": 512,
-        "skip_tokenizer_init": False,
-        "limit_mm_per_prompt": {"image": 2},
-    }
-    engine |= {"kv_transfer_config": settings.CONNECTOR, "num_gpu_blocks_override": 64}
-    return answers_of({recipe: Scenario(recipe, asks(model, extra), engine=engine) for recipe, extra in EXTRA.items()})
 
 
 @torch.no_grad()
@@ -87,11 +70,18 @@ def check(
     return cache
 
 
-@pytest.mark.parametrize("recipe", EXTRA)
-def test_requests_with_images_are_those_of_transformers(recipe: str, engines: dict[str, Any], model: Path) -> None:
-    engine, loaded = result(engines, recipe), AutoModelForImageTextToText.from_pretrained(model).eval()
+@pytest.mark.parametrize(
+    ("recipe", "extra"), [(IMAGE, [None] * 3), pytest.param(PLAIN, ASKED, marks=pytest.mark.full)], ids=str
+)
+def test_requests_with_images_are_those_of_transformers(recipe: str, extra: list[Any], model: Path) -> None:
+    own_engine = {"model": str(model), "max_model_len": 512, "num_gpu_blocks_override": 64}
+    own_engine |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}
+    own_engine |= {"kv_transfer_config": settings.CONNECTOR}
+    some = asks(model, extra)
+    (engine,) = run(Scenario(recipe, some, engine=own_engine))
+    loaded = AutoModelForImageTextToText.from_pretrained(model).eval()
     processor, caches = AutoProcessor.from_pretrained(model), []
-    for index, (ask, own) in enumerate(zip(asks(model, EXTRA[recipe]), EXTRA[recipe], strict=True)):
+    for index, (ask, own) in enumerate(zip(some, extra, strict=True)):
         protect = (own or {}).get("protect", Recipe.parse(recipe).budget.protect)
         parsed = Recipe.parse(recipe)
         parsed = Recipe.of(

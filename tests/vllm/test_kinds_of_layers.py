@@ -50,14 +50,11 @@ KINDS = ["full_attention", "full_attention", "sliding_attention"] * 2
 """Four layers that attend to all tokens and two with windows: two groups of the former, not of neighbours."""
 EVERYTHING = "knorm(keep=1.0)"
 ALONE = [Ask(IDS[:200], 100)]
-SCENARIOS = {
-    "turmoil": Scenario(EQUAL, TURMOIL, (9, 33), {"max_num_batched_tokens": 96, "kv_transfer_config": CONNECTOR}),
-    "alone": Scenario(EQUAL, ALONE),
-}
+SCENARIOS = {"alone": Scenario(EQUAL, ALONE)}
 RECIPES = [RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS]
 MORE = {recipe: Scenario(recipe, UNDISTURBED, engine=CHUNKED) for recipe in [*RECIPES, EVERYTHING]} | {
     "no recipe": Scenario(None, UNDISTURBED, engine=CHUNKED),
-    "alone without a recipe": Scenario(None, ALONE),
+    "turmoil": Scenario(EQUAL, TURMOIL, (9, 33), {"max_num_batched_tokens": 96, "kv_transfer_config": CONNECTOR}),
 }
 FORESEEN = "snapkv(window=8, keep=32, every=16)"
 BESIDE_CONVOLUTIONS = {
@@ -74,17 +71,25 @@ CONVOLUTIONS = {
 }
 
 
+NO_PADDING = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def saved(folder: Path, config: PreTrainedConfig, change: Callable[[PreTrainedModel], None] = lambda _: None) -> Path:
+    """Save a random model of this configuration, changed."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    change(model)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model with sliding windows."""
-    folder = tmp_path_factory.mktemp("windows")
     own = {"num_hidden_layers": len(KINDS), "layer_types": KINDS, "sliding_window": WINDOW}
     rotation = {"rope_theta": 10000.0, "rope_type": "default"}
-    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-    torch.manual_seed(0)
-    config = CwmConfig(**SHAPE, **own, **tokens, rope_parameters=rotation)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    config = CwmConfig(**SHAPE, **own, **NO_PADDING, rope_parameters=rotation)
+    return saved(tmp_path_factory.mktemp("windows"), config)
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +123,17 @@ def on(folder: Path, scenario: Scenario) -> Scenario:
 EngineOf = Callable[[str], Result]
 
 
+@pytest.mark.full
 def test_whatever_happens_it_is_the_reference(engine_of: EngineOf, model: PreTrainedModel, oracle: Oracle) -> None:
     engine = engine_of("turmoil")
     assert engine.groups == 3 and min(engine.preemptions[:5]) == 2
     check(EQUAL, TURMOIL, engine, model, oracle)
 
 
-def test_pages_of_layers_that_attend_to_all_tokens_are_freed(engine_of: EngineOf) -> None:
+def test_pages_of_layers_that_attend_to_all_tokens_are_freed(engine_of: EngineOf, oracle: Oracle) -> None:
     """In each of their two groups; the pages of windows are freed by vLLM alone."""
     engine = engine_of("alone")
+    check_oracle(oracle, EQUAL, ALONE, engine)
     events = range(200, 300, 16)
     assert [event["at"] for event in engine.events[0]] == list(events)
     assert {tuple(event["layers"]) for event in engine.events[0]} == {("0", "3", "1", "4")}
@@ -182,51 +189,31 @@ def test_windows_are_shared_as_far_as_they_follow_from_tokens(
     check_oracle(oracle, EQUAL, some, shared)
 
 
-@pytest.fixture(scope="module")
-def convolutions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with short convolutions, whose states vLLM keeps in pages of their own."""
-    folder = tmp_path_factory.mktemp("convolutions")
-    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"} | {"num_attention_heads": 2}
-    own = {"num_key_value_heads": 1, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
-    config = Lfm2Config(**shape | own, block_auto_adjust_ff_dim=False, block_multiple_of=32)
-    config.update({"conv_dim": 64, "block_dim": 64})  # as vLLM reads them
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with windows, and sinks that take some of the attention of every head."""
-    folder = tmp_path_factory.mktemp("sinks")
-    own = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 4, "sliding_window": WINDOW}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**SHAPE, **own))
+def draw_sinks(model: PreTrainedModel) -> None:
     for name, each in model.named_parameters():
         if name.endswith("sinks"):
             each.data = (torch.randn(each.shape) + 2).bfloat16().float()  # as exactly as vLLM holds them
-    model.save_pretrained(folder)
-    return folder
 
 
-@pytest.fixture(scope="module")
-def caps(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with windows, whose logits of attention are capped."""
-    folder = tmp_path_factory.mktemp("caps")
-    own = {"num_hidden_layers": 4, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 3.0}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Gemma2Config(**SHAPE, **own, sliding_window=WINDOW))
-    model.get_input_embeddings().weight.data *= 0.1  # or every token would be followed by itself
-    model.save_pretrained(folder)
-    return folder
+def shrink_embeddings(model: PreTrainedModel) -> None:
+    """Or every token would be followed by itself."""
+    model.get_input_embeddings().weight.data *= 0.1
+
+
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+CAPS = {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 3.0}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["sinks", "caps"])
-def test_caps_and_sinks(kind: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    ("config", "own", "change"),
+    [(GptOssConfig, EXPERTS, draw_sinks), (Gemma2Config, CAPS, shrink_embeddings)],
+    ids=["sinks", "caps"],
+)
+def test_caps_and_sinks(config: Any, own: dict[str, Any], change: Any, tmp_path: Path) -> None:
     """The attention that recipes look at has them, as those which vLLM and keepset compute."""
     recipes = [EQUAL, RAGGED, FITTED[0], "h2o(keep=0.5)", MOMENTS[0]]
-    folder: Path = request.getfixturevalue(kind)
+    folder = saved(tmp_path, config(**SHAPE, **own, num_hidden_layers=4, sliding_window=WINDOW), change)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     engine = CHUNKED | {"kv_transfer_config": CONNECTOR}
     answers = answers_of({recipe: on(folder, Scenario(recipe, UNDISTURBED, engine=engine)) for recipe in recipes})
@@ -236,8 +223,13 @@ def test_caps_and_sinks(kind: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.full
-def test_beside_convolutions(convolutions: Path) -> None:
-    """vLLM clears pages between two steps, which the events of the step before must not see."""
+def test_beside_convolutions(tmp_path: Path) -> None:
+    """vLLM keeps their states in pages, which it clears between two steps: the events of one must not see that."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"} | {"num_attention_heads": 2}
+    own = {"num_key_value_heads": 1, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
+    config = Lfm2Config(**shape | own, block_auto_adjust_ff_dim=False, block_multiple_of=32)
+    config.update({"conv_dim": 64, "block_dim": 64})  # as vLLM reads them
+    convolutions = saved(tmp_path, config)
     model = AutoModelForCausalLM.from_pretrained(convolutions).eval()
     answers = answers_of({name: on(convolutions, scenario) for name, (scenario, _) in CONVOLUTIONS.items()})
     for name, (scenario, some) in CONVOLUTIONS.items():
@@ -246,20 +238,6 @@ def test_beside_convolutions(convolutions: Path) -> None:
         check_transformers(model, scenario.recipe, some, engine)
         engine.check_nothing_left()
     assert min(step["free"] for step in result(answers, "cramped").steps) < 3
-
-
-@pytest.fixture(scope="module")
-def chunks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with layers that attend to chunks of the text."""
-    folder = tmp_path_factory.mktemp("chunks")
-    kinds = {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}
-    own = {"num_hidden_layers": 4, "attention_chunk_size": 64, "intermediate_size_mlp": 96}
-    experts = {"num_local_experts": 2, "moe_layers": [0, 1, 2, 3]}
-    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-    torch.manual_seed(0)
-    config = Llama4TextConfig(**SHAPE, **kinds, **own, **experts, **tokens)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 def check_beside(folder: Path, engine: dict[str, Any]) -> None:
@@ -274,44 +252,34 @@ def check_beside(folder: Path, engine: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-def test_beside_chunks(chunks: Path) -> None:
-    check_beside(chunks, CHUNKED)
-
-
-@pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model whose layers have attention and a recurrent state (Mamba 2) side by side."""
-    folder = tmp_path_factory.mktemp("states")
-    own = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16}
-    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-    torch.manual_seed(0)
-    config = FalconH1Config(**SHAPE, **own, **tokens, mamba_n_groups=1, mamba_chunk_size=16)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+def test_beside_chunks(tmp_path: Path) -> None:
+    """Layers that attend to chunks of the text."""
+    kinds = {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}
+    own = {"num_hidden_layers": 4, "attention_chunk_size": 64, "intermediate_size_mlp": 96}
+    experts = {"num_local_experts": 2, "moe_layers": [0, 1, 2, 3]}
+    check_beside(saved(tmp_path, Llama4TextConfig(**SHAPE, **kinds, **own, **experts, **NO_PADDING)), CHUNKED)
 
 
 @pytest.mark.full
-def test_beside_mamba(states: Path) -> None:
-    check_beside(states, CHUNKED | {"kv_transfer_config": CONNECTOR})
+def test_beside_mamba(tmp_path: Path) -> None:
+    """Layers with attention and a recurrent state (Mamba 2) side by side."""
+    own = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16}
+    config = FalconH1Config(**SHAPE, **own, **NO_PADDING, mamba_n_groups=1, mamba_chunk_size=16)
+    check_beside(saved(tmp_path, config), CHUNKED | {"kv_transfer_config": CONNECTOR})
 
 
-@pytest.fixture(scope="module")
-def deltas(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a model with gated delta nets, which vLLM computes in 16 bits on CPUs, for heads of this size."""
-    folder = tmp_path_factory.mktemp("deltas")
+@pytest.mark.full
+def test_beside_gated_delta_nets(tmp_path: Path) -> None:
+    """In 16 bits, as vLLM computes them on CPUs, for heads of this size.
+
+    There tokens depend on the program, so those of vLLM alone are what they are compared with.
+    """
     own = {"num_key_value_heads": 4, "head_dim": 128, "partial_rotary_factor": 0.5, "num_hidden_layers": 3}
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
     states = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1}
     kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 2}
-    torch.manual_seed(0)
     config = Qwen3NextConfig(**SHAPE | own, **experts, **states, **kinds, shared_expert_intermediate_size=32)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.full
-def test_beside_gated_delta_nets(deltas: Path) -> None:
-    """In 16 bits tokens depend on the program, so those of vLLM alone are what they are compared with."""
+    deltas = saved(tmp_path, config)
     model = AutoModelForCausalLM.from_pretrained(deltas, dtype=torch.bfloat16).eval()
     recipe, engine = "streaming_llm(keep=40, every=16)", {"dtype": "bfloat16", "kv_transfer_config": CONNECTOR}
     some = {name: Scenario(name, ALONE, engine=engine) for name in (EVERYTHING, recipe)}

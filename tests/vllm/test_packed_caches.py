@@ -5,39 +5,33 @@ With TurboQuant the first and the last layers are whole, and have the same block
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
-from transformers.models.llama import modeling_llama
+from transformers import LlamaForCausalLM
 
-from tests.tiers import FULL
 from tests.vllm import turboquant
-from tests.vllm.compared import CHUNKED, IDS, answers_of, asks, check_oracle, result
+from tests.vllm.compared import CHUNKED, IDS, answers_of, asks, check_oracle, result, rounding_model
 from tests.vllm.contexts import ask, going_on, serving, write
 from tests.vllm.engine import BLOCK, Ask, Scenario
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_turboquant import BLOCK as DOUBLED
-from tests.vllm.test_turboquant import Rounding
+from tests.vllm.test_turboquant import rounding
+
+pytestmark = pytest.mark.full
 
 RAGGED, EQUAL = "adakv(snapkv(window=8), keep=70, every=40)", "snapkv(window=8, keep=70, every=40)"
 ACROSS = "pool(snapkv(window=8), keep=40, every=12)"
 NVFP4 = "nvfp4"
-CASES = [(turboquant.KIND, RAGGED), (NVFP4, ACROSS)]
-MORE = [(turboquant.KIND, EQUAL), (NVFP4, RAGGED), (NVFP4, EQUAL)]
+CASES = [
+    *((turboquant.KIND, recipe) for recipe in (RAGGED, EQUAL)),
+    *((NVFP4, recipe) for recipe in (ACROSS, RAGGED, EQUAL)),
+]
 """Kinds of caches, and recipes."""
-SOME = [*asks((230, 150), 40 if FULL else 14), Ask(IDS[40:210], 60 if FULL else 46, add=7)]
-
-
-class FourBitFloats(Oracle):
-    """Holds what NVFP4 can hold, in a layer whose scale is one."""
-
-    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super()._attend(module, query, four_bit_floats(key), four_bit_floats(value), *args, **kwargs)
+SOME = [*asks((230, 150), 40), Ask(IDS[40:210], 60, add=7)]
 
 
 def four_bit_floats(numbers: Tensor) -> Tensor:
@@ -50,24 +44,25 @@ def four_bit_floats(numbers: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def answers(tiny: Path, deep: Path, request: pytest.FixtureRequest) -> dict[tuple[str, str], Any]:
-    """What engines did, one after another in one process; those of the full tier only there."""
+def answers(tiny: Path, deep: Path) -> dict[tuple[str, str], Any]:
+    """What engines did, one after another in one process."""
     small = {"max_num_seqs": 8, "max_model_len": 512, **CHUNKED}
     models = {turboquant.KIND: str(deep), NVFP4: str(tiny)}
-    cases = [*CASES, *(MORE if request.config.getoption("--full") else [])]
     engines = {kind: {"model": model, "kv_cache_dtype": kind, **small} for kind, model in models.items()}
-    return answers_of({(kind, recipe): Scenario(recipe, SOME, engine=engines[kind]) for kind, recipe in cases})
+    return answers_of({(kind, recipe): Scenario(recipe, SOME, engine=engines[kind]) for kind, recipe in CASES})
 
 
 @pytest.fixture(scope="module")
 def oracles(tiny: Path, deep: Path) -> dict[str, Oracle]:
     return {
-        turboquant.KIND: Rounding(LlamaForCausalLM.from_pretrained(deep).eval(), DOUBLED),
-        NVFP4: FourBitFloats(LlamaForCausalLM.from_pretrained(tiny).eval(), BLOCK),
+        turboquant.KIND: rounding(deep, DOUBLED),
+        NVFP4: Oracle(
+            LlamaForCausalLM.from_pretrained(tiny).eval(), BLOCK, lambda _, *parts: tuple(map(four_bit_floats, parts))
+        ),
     }
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)])
+@pytest.mark.parametrize(("kind", "recipe"), CASES)
 def test_it_is_the_reference(
     kind: str, recipe: str, answers: dict[tuple[str, str], Any], oracles: dict[str, Oracle]
 ) -> None:
@@ -76,32 +71,14 @@ def test_it_is_the_reference(
     check_oracle(oracles[kind], recipe, SOME, engine)
 
 
-@pytest.fixture
-def rounding_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PreTrainedModel]:
-    """A model whose keys, after rotation, and values are what NVFP4 can hold."""
-    model, rotate = LlamaForCausalLM.from_pretrained(tiny).eval(), modeling_llama.apply_rotary_pos_emb
-
-    def rotated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        query, key = rotate(*args, **kwargs)
-        return query, four_bit_floats(key)
-
-    def round_values(module: Any, args: Any, output: Tensor) -> Tensor:
-        return four_bit_floats(output.unflatten(-1, (-1, model.config.head_dim))).flatten(-2)
-
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotated)
-    for layer in model.model.layers:
-        layer.self_attn.v_proj.register_forward_hook(round_values)
-    yield model
-
-
-@pytest.mark.full
-def test_a_context_is_packed_when_it_is_loaded(tiny: Path, tmp_path: Path, rounding_model: PreTrainedModel) -> None:
+def test_a_context_is_packed_when_it_is_loaded(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests share its pages, in which entries of one layer may lie in another one's cache."""
-    path = write(tmp_path, rounding_model, "some", "adakv(snapkv(window=8), keep=0.4)", 190)
+    model = rounding_model(tiny, four_bit_floats, monkeypatch)
+    path = write(tmp_path, model, "some", "adakv(snapkv(window=8), keep=0.4)", 190)
     some = [ask("some", 1, 33), ask("some", 2, 5, add=12)]
     engine = result(answers_of({0: serving(tiny, tmp_path, some, engine={"kv_cache_dtype": NVFP4})}), 0)
     assert engine.classes == ["CPURowsKeepImpl"]
     for index, (one, tokens) in enumerate(zip(some, engine.tokens, strict=True)):
         assert tokens is not None and len(tokens) == one.max_tokens
-        assert going_on(rounding_model, path, one.ids, tokens, engine.steps_of(index)) == tokens
+        assert going_on(model, path, one.ids, tokens, engine.steps_of(index)) == tokens
     engine.check_nothing_left()

@@ -39,12 +39,7 @@ formats, triton = Late("keepset.vllm.formats"), Late("vllm.v1.attention.backends
 modes, specs = Late("vllm.config"), Late("vllm.v1.kv_cache_interface")
 
 
-ONE = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-)
+ONE = [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "decode_context", "prefill_context")]
 OWN, OFFLOADING = CONNECTOR["kv_connector_module_path"], "OffloadingConnector"
 OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_diffusion", "is_multimodal_model")
 SPLIT = [
@@ -94,13 +89,7 @@ def several(*parts: tuple[str | None, str]) -> Any:
     return connector(None, "MultiConnector", kv_connector_extra_config={"connectors": inside})
 
 
-PASTED = (
-    "'",
-    "--no-enable-prefix-caching",
-    "--enforce-eager",
-    "--kv-cache-dtype int8_per_token_head",
-    "int4_per_token_head",
-)
+PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "int8_per_token_head", "int4_per_token_head")
 """How a message ends that tells what to write."""
 
 UNIFORM, RAGGED, INT8 = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)", "int8(adakv(snapkv), keep=96)"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from tests.tiers import FULL
 from tests.vllm.compared import IDS, answers_of, result
 from tests.vllm.conftest import TINY
 from tests.vllm.contexts import serving
@@ -17,10 +16,10 @@ from tests.vllm.late import Late
 
 owned = Late("keepset.vllm.owned_contexts")
 
-QUICK = "every"
+pytestmark = pytest.mark.full
 RECIPES: dict[str, str | None] = {
     "once": "snapkv(window=8, keep=40)",
-    QUICK: "snapkv(window=8, keep=40, every=16)",
+    "every": "snapkv(window=8, keep=40, every=16)",
     "protected": "snapkv(window=8, keep=40, every=16, protect_prompt=True)",
     "ragged": "adakv(snapkv(window=8), keep=48, every=24)",
     "biased": "match(adakv(snapkv(window=8)), keep=48)",
@@ -28,7 +27,6 @@ RECIPES: dict[str, str | None] = {
     "remembered": "ams(snapkv(window=8), keep=48, every=16)",
     "whole": None,
 }
-RECIPES = RECIPES if FULL else {QUICK: RECIPES[QUICK]}
 PROMPTS = [IDS[:150], IDS[300:340], IDS[500:733]]
 TOKENS = 40
 

@@ -36,19 +36,19 @@ NETWORKS = "adakv(distilled(stats='FILE'), keep=40, every=12)"
 SEGMENTS = "ams(tova, window=16, keep=48, every=16)"
 REMEMBERING = "loud(keep=40, every=12)"
 RECIPES = [
-    *(RAGGED, LAYERS_DIFFER, SEGMENTS, REMEMBERING, NETWORKS, "gvote"),
-    "compilerkv(window=8, elastic=True, keep=60)",
+    *(RAGGED, LAYERS_DIFFER, ACROSS, SEGMENTS, REMEMBERING, NETWORKS, "gvote"),
     "expected_attention(keep=40, buffer=24, every=16)",  # of so few queries moments would weigh more than they
 ]
 """Undisturbed: heads and layers that keep equally many or not, counts that the data decide, and what is looked at."""
 OF_BOTH = ("adakv(distilled", "ams", "pyramid")
 """What the fast tier compares with the transformers runtime as well, together with `FITTED`."""
 MORE = [
-    *(EQUAL, FROM_DATA, ACROSS, WHOLE_PROMPTS),  # which the fast tier has in turmoil, and `ACROSS` in 4 bits
+    *(EQUAL, FROM_DATA, WHOLE_PROMPTS),  # which the fast tier has in turmoil
     *(ONCE, MOMENTS, "knorm(keep=60, sinks=2, recent=7)", "random(keep=0.3)", "r_kv(keep=40, every=5)"),
     *("adakv(expected_attention, bytes=0.2)", "glance(keep=0.25)", "kvcompose(task='self', keep=0.25)"),
     "tova(keep=50, prefill=False, every=12)",
     "snapkv(window=8, keep=40, every=16, protect_prompt=True)",
+    "compilerkv(window=8, elastic=True, keep=60)",
     "compilerkv(window=8, elastic=False, global_mean=False, keep=40, every=16)",
     "triattention(stats='FILE', keep=40, every=12)",
     "adakv(qfilter(stats='FILE'), keep=0.3, recent=8)",

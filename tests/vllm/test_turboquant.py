@@ -6,7 +6,6 @@ The first and the last layers have 16 bits in such an engine (here 32), and the 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import Tensor
@@ -24,16 +23,17 @@ RECIPES = ["snapkv(window=8, keep=70, every=40)", "keydiff(keep=80)", "streaming
 """Methods that look at queries and keys, at keys, and at neither."""
 BLOCK = 64
 """vLLM doubles the size of blocks, so that one of these layers can hold as many bytes as one of the others."""
-ROUNDED = range(2, DEEP - 2)
 
 
-class Rounding(Oracle):
-    """Holds what the cache can hold, in the layers between the first and the last two."""
+def rounding(deep: Path, block_size: int) -> Oracle:
+    """A reference that holds what the cache can hold, in the layers between the first and the last two."""
 
-    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if module.layer_idx in ROUNDED:
-            key, value = turboquant.meant(turboquant.stored(key, value), key.shape[-1])
-        return super()._attend(module, query, key, value, *args, **kwargs)
+    def stored(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in range(2, DEEP - 2):
+            return keys, values
+        return turboquant.meant(turboquant.stored(keys, values), keys.shape[-1])
+
+    return Oracle(LlamaForCausalLM.from_pretrained(deep).eval(), block_size, stored)
 
 
 def test_tokens_and_kept_entries_are_those_of_a_model_that_rounds(deep: Path) -> None:
@@ -42,7 +42,7 @@ def test_tokens_and_kept_entries_are_those_of_a_model_that_rounds(deep: Path) ->
     pool = {"num_gpu_blocks_override": 120, "max_num_seqs": 8, "kv_cache_dtype": turboquant.KIND}
     engine = {"model": str(deep), **pool, **CHUNKED}
     scenarios = [Scenario(recipe, some, engine=engine, backend="TURBOQUANT") for recipe in RECIPES]
-    oracle = Rounding(LlamaForCausalLM.from_pretrained(deep).eval(), BLOCK)
+    oracle = rounding(deep, BLOCK)
     for recipe, each in zip(RECIPES, run(*scenarios), strict=True):
         assert each.classes == ["FlashKeepImpl", "TurboQuantKeepImpl"] and all(each.events)
         check_oracle(oracle, recipe, some, each)
@@ -51,14 +51,9 @@ def test_tokens_and_kept_entries_are_those_of_a_model_that_rounds(deep: Path) ->
 def test_ragged_heads_by_keepsets_own_kernels(deep: Path) -> None:
     """In Triton's interpreter; new entries are what vLLM's backend writes, copied to each head's own place."""
     some, recipe = [*asks((50, 37), 8), Ask(IDS[700:740], 4, add=4)], "adakv(tova, keep=24, every=6)"
-    small = {
-        "model": str(deep),
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 96,
-        "block_size": 16,
-        "max_model_len": 512,
-    }
+    small = {"model": str(deep), "max_num_seqs": 8, "max_model_len": 512}
+    small |= {"max_num_batched_tokens": 96, "block_size": 16}
     pool = {"num_gpu_blocks_override": 60, "kv_cache_dtype": turboquant.KIND}
     (engine,) = run(Scenario(recipe, some, engine=small | pool, triton=True, backend="TURBOQUANT"))
     assert engine.classes == ["FlashKeepImpl", "TurboQuantKeepImpl"] and all(engine.events)
-    check_oracle(Rounding(LlamaForCausalLM.from_pretrained(deep).eval(), 16), recipe, some, engine)
+    check_oracle(rounding(deep, 16), recipe, some, engine)

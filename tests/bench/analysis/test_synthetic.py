@@ -53,6 +53,7 @@ def true_attention(architecture: str, ids: Tensor) -> dict[int, Tensor]:
     return {layer: row / row.sum(-1, keepdim=True) for layer, row in rows.items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "llama_mqa", "gpt2"])
 def test_the_true_query_is_the_model_s(architecture: str) -> None:
     ids, method = prompt(1, TOKENS), GVote(p_nuc=0.7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle
 from statistics import fmean
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.hf.models import full, generate, prompt, recipe, tiny
 LENGTH, AFTER = 60, 20
 COMPOSED = ["adakv(expected_attention(future=16), keep=15)", "pyramid(h2o, keep=15)", "adakv(tova, keep=15)"]
 EVERY = [
-    *(keepset.Recipe.parse(recipe(method, keep)) for method in keepset.METHODS for keep in (15, 0.4)),
+    *(keepset.Recipe.parse(recipe(method, keep)) for method, keep in zip(keepset.METHODS, cycle((15, 0.4)))),
     *map(keepset.Recipe.parse, COMPOSED),
 ]
 
@@ -86,9 +87,9 @@ def measured() -> dict[str, tuple[Record, Tensor]]:
 
 
 @torch.no_grad()
-def continued(model: Any, cache: Any) -> list[list[float]]:
-    """Log-probabilities after each token of the continuation, one at a time, after a prefill."""
-    steps = [model(token[None, None], past_key_values=cache).logits[0, -1] for token in task().continuation[0]]
+def continued(model: Any, cache: Any, continuation: Tensor) -> list[list[float]]:
+    """Log-probabilities after each token of a continuation, `[1, tokens]`, one at a time, after a prefill."""
+    steps = [model(token[None, None], past_key_values=cache).logits[0, -1] for token in continuation[0]]
     return [step.double().log_softmax(-1).tolist() for step in steps]
 
 
@@ -100,7 +101,7 @@ def reference() -> list[list[float]]:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(task().prompt, past_key_values=cache)
-    return continued(model, cache)
+    return continued(model, cache, task().continuation)
 
 
 def mean_nll(steps: list[list[float]]) -> float:
@@ -121,7 +122,7 @@ def test_figures_are_those_of_a_run_of_its_own(
         model(task().prompt, past_key_values=cache)
     nbytes, share, keep_set = cache.nbytes, cache.share, cache.keep_set
     assert keep_set is not None
-    steps = continued(model, cache)
+    steps = continued(model, cache, task().continuation)
 
     pairs = list(zip(expected, steps, strict=True))
     assert row.figures["kl"] == pytest.approx(fmean(divergence(a, b) for a, b in pairs), rel=1e-3, abs=1e-6)
@@ -169,35 +170,38 @@ def test_seconds_are_those_of_what_a_recipe_needs() -> None:
 # --- the question
 
 
-def greedy(cache: Any) -> list[int]:
-    """What `generate` says to the prompt and the question; with a cache, to what it kept of the prompt."""
-    model, asked = tiny("llama"), task("x").question
-    ids = torch.cat([task().prompt, asked], 1)
+def greedy(cache: Any, prompt: Tensor, asked: Tensor, tokens: int = ANSWER_TOKENS) -> list[int]:
+    """What `generate` says to a prompt and a question; with a cache, to what it kept of the prompt."""
+    model, ids = tiny("llama"), torch.cat([prompt, asked], 1)
     if cache is None:
-        output = full(model, ids, max_new_tokens=ANSWER_TOKENS)
+        output = full(model, ids, max_new_tokens=tokens)
     else:
         with torch.no_grad():
-            model(task().prompt, past_key_values=cache)
-        output = generate(model, ids, cache, max_new_tokens=ANSWER_TOKENS)
-    tokens = output.sequences[0, ids.shape[1] :].tolist()
-    return tokens[: tokens.index(2)] if 2 in tokens else tokens
+            model(prompt, past_key_values=cache)
+        output = generate(model, ids, cache, max_new_tokens=tokens)
+    said = output.sequences[0, ids.shape[1] :].tolist()
+    return said[: said.index(2)] if 2 in said else said
+
+
+def answered(cache: Any = None) -> list[int]:
+    return greedy(cache, task().prompt, prompt(1, 5, seed=1))
 
 
 def test_answers_are_greedy_and_follow_the_question() -> None:
     recipes = [keepset.Recipe.parse(text) for text in ("snapkv(window=5, keep=12)", "adakv(tova, keep=12)")]
-    expected = greedy(None)
+    expected = answered()
     one = comparer(recipes, answer=str(expected[-1]))
     assert one.comparison.full["answer"] == " ".join(map(str, expected))
     assert one.comparison.full["needle_found"] is True
     assert one.comparison.to_json()["needle"] == {"question": "Which?", "answer": str(expected[-1])}
     for row, text in zip(one.run(grid(recipes, [])), recipes, strict=True):
-        answer = " ".join(map(str, greedy(keepset.Cache(tiny("llama"), text))))
+        answer = " ".join(map(str, answered(keepset.Cache(tiny("llama"), text))))
         assert row.replies[0] == answer != one.comparison.full["answer"]
         assert row.figures["needle_found"] == (str(expected[-1]) in answer)
 
 
 def test_an_answer_ends_where_the_model_ends_it_and_case_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = greedy(None)
+    expected = answered()
     for ends in (expected[4], [expected[4], expected[6]]):
         monkeypatch.setattr(tiny("llama").generation_config, "eos_token_id", ends)
         first = expected.index(expected[4])

@@ -284,8 +284,8 @@ def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exc
     assert max(rows for rows, _ in calls) > 1
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("starts", [1, 3, 4])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("starts", [3, 1, 4])
 def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
     monkeypatch: pytest.MonkeyPatch, starts: int, expected: list[Record]
 ) -> None:
@@ -391,12 +391,9 @@ def one_by_one_decoded() -> dict[str, Record]:
 @pytest.mark.parametrize(
     ("error", "where"),
     [
-        (MemoryError(), "call"),
-        pytest.param(RuntimeError("can't allocate memory"), "row", marks=full_tier),
-        pytest.param(MemoryError(), "prefill", marks=full_tier),
-        (MemoryError(), "one prompt"),
-        (KeepsetError("Not this one."), "row"),
-        pytest.param(KeepsetError("Not these."), "call", marks=full_tier),
+        *((MemoryError(), where) for where in ("call", "one prompt", "prefill")),
+        (RuntimeError("can't allocate memory"), "row"),
+        *((KeepsetError("Not these."), where) for where in ("row", "call")),
     ],
 )
 def test_no_cell_is_lost_but_what_memory_is_not_enough_for_alone(
@@ -480,6 +477,7 @@ def mean_of(values: Sequence[float]) -> Any:
     return pytest.approx(fmean(values)) if values else None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("text", ["tova(keep=24, every=5)", "adakv(knorm, keep=20, prefill=False, every=4)"])
 def test_what_events_do_to_a_text_is_measured(text: str) -> None:
     """Against positions as sets, event by event."""
@@ -516,6 +514,7 @@ def test_what_events_do_to_a_text_is_measured(text: str) -> None:
         assert cell.figures.get(f"iou_{stage}") == mean_of(shown)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
 def test_segments_of_events_while_decoding_are_counted(architecture: str) -> None:
     """Against a cache of their own, whose observations tell of every entry which segment it is in."""
@@ -562,7 +561,8 @@ def full_bytes(model: Any, tokens: int) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("architecture", ["llama_mqa", "llama", "llama_odd_head"])
 def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
     model, text = tiny(architecture), "adakv(snapkv(window=4), keep=0.3)"
     full, cell = run(parsed(text), model=model)
@@ -577,6 +577,7 @@ def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
     assert full.figures["keep"] == full.figures["share"] == 1.0 and full.requested is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["knorm(keep=24, every=5)", "snapkv(window=4, keep=0.4)", "tova(keep=40, every=64)"])
 def test_while_decoding_bytes_are_the_most_after_any_token(text: str) -> None:
     model, tokens = tiny("llama"), 14
@@ -661,7 +662,7 @@ def test_an_example_that_cannot_be_asked_is_an_error_of_every_candidate() -> Non
     assert all("Example one has no context" in (cell.error or "") for cell in cells)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.cross
 @pytest.mark.parametrize("text", ["adakv(expected_attention, keep=0.5)", "expected_attention(keep=24, every=4)"])
 @pytest.mark.parametrize("call", [0, 1, 4])

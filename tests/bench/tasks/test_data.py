@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from keepset import KeepsetError
 from keepset.bench.tasks.data import DataRecord, HubData, load_records, loading, read_records
 from keepset.models import hub_answers
+from tests.tiers import examples
 
 JSON = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
 
 
+@examples(100)
 @given(items=st.lists(JSON, min_size=1, max_size=4), ascii_only=st.booleans())
 def test_what_was_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, items: list[object], ascii_only: bool

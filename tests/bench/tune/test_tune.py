@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -28,7 +27,8 @@ from keepset.hf.prompt_session import Recorder
 from keepset.recipe import Recipe
 from keepset.registry import METHODS
 from keepset.texts import Needle
-from tests.hf.models import full, generate, hooks_on, prompt, tiny
+from tests.bench.compare.test_prompt import best, continued, divergence, greedy
+from tests.hf.models import hooks_on, prompt, tiny
 
 LENGTH, AFTER, MOST = 50, 9, Budget(45)
 RECIPES = Recipe.parse_list(
@@ -122,10 +122,9 @@ def measurer(*pieces: TextPiece, budget: Budget = MOST, architecture: str = "lla
 
 @torch.no_grad()
 def followed(model: Any, cache: Any, one: TextPiece) -> list[list[float]]:
-    """Log-probabilities after each token of the continuation, one at a time, after a prefill of its own."""
+    """Log-probabilities of the continuation, after a prefill of its own."""
     model(one.prompt, past_key_values=cache)
-    steps = [model(token[None, None], past_key_values=cache).logits[0, -1] for token in one.continuation[0]]
-    return [step.double().log_softmax(-1).tolist() for step in steps]
+    return continued(model, cache, one.continuation)
 
 
 @pytest.mark.few(1)
@@ -142,9 +141,8 @@ def test_figures_are_those_of_a_run_of_its_own(architecture: str) -> None:
             model(one.prompt, past_key_values=cache)
         (event,) = cache.events
         pairs = list(zip(expected, followed(model, keepset.Cache(model, recipe), one), strict=True))
-        divergences = [sum(math.exp(p) * (p - q) for p, q in zip(a, b, strict=True)) for a, b in pairs]
-        assert figures["kl"] == pytest.approx(fmean(divergences), rel=1e-3, abs=1e-6)
-        assert figures["top1"] == pytest.approx(fmean(a.index(max(a)) == b.index(max(b)) for a, b in pairs))
+        assert figures["kl"] == pytest.approx(fmean(divergence(a, b) for a, b in pairs), rel=1e-3, abs=1e-6)
+        assert figures["top1"] == pytest.approx(fmean(best(a) == best(b) for a, b in pairs))
         assert (figures["keep"], figures["kv_bytes"]) == (event.kept / event.entries, cache.nbytes)
         assert figures["kv_bytes_full"] == event.nbytes_before and "facts_found" not in figures
         assert figures["prefill_seconds"] > figures["prefill_seconds_full"] > 0
@@ -152,16 +150,8 @@ def test_figures_are_those_of_a_run_of_its_own(architecture: str) -> None:
 
 def said(cache: Any, one: TextPiece, question: str) -> str:
     """Greedy tokens after prompt and question, of this question alone."""
-    model = tiny("llama")
-    ids = torch.cat([one.prompt, torch.tensor([list(map(int, question.split()))])], 1)
-    if cache is None:
-        output = full(model, ids, max_new_tokens=ANSWER_TOKENS)
-    else:
-        with torch.no_grad():
-            model(one.prompt, past_key_values=cache)
-        output = generate(model, ids, cache, max_new_tokens=ANSWER_TOKENS)
-    tokens = output.sequences[0, ids.shape[1] :].tolist()
-    return " ".join(map(str, tokens[: tokens.index(2)] if 2 in tokens else tokens))
+    asked = torch.tensor([list(map(int, question.split()))])
+    return " ".join(map(str, greedy(cache, one.prompt, asked, ANSWER_TOKENS)))
 
 
 def test_facts_are_asked_of_what_each_recipe_kept() -> None:
