@@ -24,11 +24,7 @@ from tests.vllm.pictured import save_pictured
 connector, requests = Late("keepset.vllm.connector"), Late("keepset.vllm.request_options")
 settings = Late("keepset.vllm.settings")
 TEXT = "the picture of a blue house beside a green hill. "
-PROMPTS = (
-    (f"{TEXT}<image>{TEXT * 3}what.", 1),
-    (f"<image>{TEXT * 2}and<image>{TEXT}more.", 2),
-    (TEXT * 3, 0),
-)
+PROMPTS = ((f"{TEXT}<image>{TEXT * 3}what.", 1), (f"<image>{TEXT * 2}and<image>{TEXT}more.", 2), (TEXT * 3, 0))
 """Words, and how many images they have."""
 IMAGE, PLAIN = "streaming_llm(keep=40, sinks=0, every=16, protect='image')", "snapkv(window=8, keep=40)"
 ASKED = [{"protect": "image"}, {"protect": ["text", [0, 2]]}, None]

@@ -66,9 +66,7 @@ MOMENTS = ["expected_attention(keep=40, buffer=24, every=16)", "gvote(keep=0.4)"
 CONVOLUTIONS = {
     recipe: (Scenario(recipe, UNDISTURBED, engine=CHUNKED | BESIDE_CONVOLUTIONS), UNDISTURBED)
     for recipe in (RAGGED, FROM_DATA, *MOMENTS)
-} | {
-    "cramped": (Scenario(FORESEEN, CRAMPED, engine=few_blocks(15) | BESIDE_CONVOLUTIONS), CRAMPED),
-}
+} | {"cramped": (Scenario(FORESEEN, CRAMPED, engine=few_blocks(15) | BESIDE_CONVOLUTIONS), CRAMPED)}
 
 
 NO_PADDING = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}

@@ -183,11 +183,7 @@ REFUSED = [
     *(
         (recipe, SERVED | PACKED | changes, reason)
         for recipe, changes, reason in (
-            (
-                UNIFORM,
-                CONTEXTS,
-                "contexts need layers of one kind, and with kind turboquant_4bit_nc vLLM k",
-            ),
+            (UNIFORM, CONTEXTS, "contexts need layers of one kind, and with kind turboquant_4bit_nc vLLM k"),
             *(
                 (recipe, {}, "layers that vLLM keeps in 16 bits share block tables with those of kind")
                 for recipe in ("pyramid(snapkv, keep=128)", "pool(snapkv, keep=0.25)")
@@ -205,11 +201,7 @@ REFUSED = [
         CONTEXTS | {"speculative_config": NGRAM},
         "speculative decoding takes tokens back, which requests with contexts",
     ),
-    (
-        "pyramid(snapkv, keep=128)",
-        {},
-        "its layers keep different numbers of entries, so that requests",
-    ),
+    ("pyramid(snapkv, keep=128)", {}, "its layers keep different numbers of entries, so that requests"),
     ("mass", {"kv_transfer_config": SERVED["kv_transfer_config"]}, "its layers keep different numbers of entries"),
     (UNIFORM, {"scheduler_config__disable_hybrid_kv_cache_manager": True}, "it needs vLLM's hybrid KV-cache manager"),
     (UNIFORM, {"model_config__runner_type": "pooling"}, "only models that generate text have a cache to compress"),
@@ -246,11 +238,7 @@ REFUSED = [
         {"model_config__is_diffusion": True},
         "the model computes its answer's tokens more than once (diffusion)",
     ),
-    (
-        "expected_attention(keep=40)",
-        {"model_config__uses_mrope": True},
-        "tokens of an image have positions",
-    ),
+    ("expected_attention(keep=40)", {"model_config__uses_mrope": True}, "tokens of an image have positions"),
     (UNIFORM, {"attention_config__use_non_causal": True}, "attention that is not causal is not supported"),
     (RAGGED, {"compilation_config__splitting_ops": []}, "CUDA graphs would replay vllm::unified_attention"),
     # What use_inductor_graph_partition makes of them:
@@ -263,11 +251,7 @@ REFUSED = [
         {},
         "kvzap scores entries by their hidden states as they are written, which vLLM does not show",
     ),
-    (
-        "int8(snapkv, keep=96)",
-        {},
-        "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model",
-    ),
+    ("int8(snapkv, keep=96)", {}, "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model"),
     (
         "quantized(snapkv, bits=4, keep=96)",
         {"cache_config__cache_dtype": "int8_per_token_head"},
@@ -602,14 +586,8 @@ def test_no_recipe_is_no_recipe(additional: Any) -> None:
         ({"cache_config__cache_dtype": "auto"}, "pool(prompt_queries, bytes=0.25, short=256)"),
         ({"kv_transfer_config": None}, "quantized(prompt_queries, bytes=0.25, short=256)"),
         (CONTEXTS | {"cache_config__enable_prefix_caching": True}, "quantized(prompt_queries, bytes=0.25, short=256)"),
-        (
-            {"model_config__hf_text_config": Gemma3TextConfig()},
-            "quantized(pool(snapkv), bytes=0.25, short=256)",
-        ),
-        (
-            {"model_config__using_transformers_backend": lambda: True},
-            "quantized(pool(snapkv), bytes=0.25, short=256)",
-        ),
+        ({"model_config__hf_text_config": Gemma3TextConfig()}, "quantized(pool(snapkv), bytes=0.25, short=256)"),
+        ({"model_config__using_transformers_backend": lambda: True}, "quantized(pool(snapkv), bytes=0.25, short=256)"),
         (
             {"model_config__use_mla": True, "cache_config__cache_dtype": "auto"},
             "pool(prompt_queries, bytes=0.25, short=256)",
