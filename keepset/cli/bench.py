@@ -81,7 +81,7 @@ def serve(
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
     from keepset.serving.command import default_for, split
-    from keepset.serving.figures import documents_rows, table_rows
+    from keepset.serving.figures import table_rows
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
     from keepset.serving.metrics import check_bench, import_http, import_parser
     from keepset.serving.server import ServerError
@@ -129,7 +129,7 @@ def serve(
         "keepset": keepset.__version__,
         "servers": servers,
     }
-    rows = [*documents_rows(servers), *table_rows([server["summary"] for server in servers])]
+    rows = table_rows(servers)
     output(result, json_file, lambda: print_table(result, rows))
     write(html, lambda: render(result, rows))
     if any(server["summary"]["failed"] for server in servers):

@@ -11,7 +11,9 @@ from keepset.serving.vllm_bench import Measured
 
 NONE = "\N{EN DASH}"
 
-_ROWS = (
+_Row = tuple[str, tuple[str, ...], str, float]
+"""A figure's name, its keys, its format and the factor of its unit."""
+_ROWS: tuple[_Row, ...] = (
     ("requests answered", ("answered",), "{:,.0f}", 1),
     ("requests failed", ("failed",), "{:,.0f}", 1),
     ("time for all, s", ("seconds",), "{:.2f}", 1),
@@ -30,7 +32,7 @@ _ROWS = (
     ("KV cache used, mean", ("kv_usage", "mean"), "{:.1f} %", 100),
     ("KV cache used, max", ("kv_usage", "max"), "{:.1f} %", 100),
 )
-_DOCUMENTS = (
+_DOCUMENTS: tuple[_Row, ...] = (
     ("a document in the pool, MB", ("documents", "nbytes"), "{:.2f}", 1e-6),
     ("documents that the pool holds", ("documents", "held"), "{:,.0f}", 1),
     ("a document's file, MB", ("documents", "file_nbytes"), "{:.2f}", 1e-6),
@@ -90,20 +92,16 @@ def first_tokens(measured: Measured) -> dict[str, dict[str, float | None]]:
     return {name: {"p50": median(seconds) if seconds else None} for name, seconds in times.items()}
 
 
-def documents_rows(servers: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the rows about documents, if a load has documents; see `table_rows`."""
-    rows = _DOCUMENTS if all("documents" in each for each in servers) else ()
-    return [_row(row, servers) for row in rows]
-
-
-def table_rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
+def table_rows(servers: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return a row for each figure: its name, a cell for each server, and the ratio if there are two servers."""
-    rows: list[tuple[str, tuple[str, ...], str, float]] = list(_ROWS)
-    for name in sorted({name for each in summaries for name in each["keepset"]}):
+    flat = [{**server, **server["summary"]} for server in servers]
+    for each in flat:
+        each["answered"] = each["requests"] - each["failed"]
+    rows = [*(_DOCUMENTS if all("documents" in each for each in flat) else ()), *_ROWS]
+    for name in sorted({name for each in flat for name in each["keepset"]}):
         form = "{:.3f}" if "seconds" in name else "{:,.0f}"
         rows.append((f"keepset: {name.replace('_', ' ')}", ("keepset", name), form, 1))
-    answered = [{**each, "answered": each["requests"] - each["failed"]} for each in summaries]
-    return [_row(row, answered) for row in rows]
+    return [_row(row, flat) for row in rows]
 
 
 def ratio(value: float | None, to: float | None) -> float | None:
@@ -116,7 +114,7 @@ def rounded(times: float) -> str:
     return f"{times:.2f}" if times >= 0.1 or times == 0 else f"{times:.2g}"
 
 
-def _row(row: tuple[str, tuple[str, ...], str, float], servers: Sequence[dict[str, Any]]) -> list[str]:
+def _row(row: _Row, servers: Sequence[dict[str, Any]]) -> list[str]:
     name, path, form, scale = row
     values = [_value(each, path) for each in servers]
     cells = [name, *(NONE if value is None else form.format(value * scale) for value in values)]

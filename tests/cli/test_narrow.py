@@ -116,7 +116,7 @@ def test_no_name_is_broken_of_a_load(printed: Printed) -> None:
     load = {"requests": 28, "prompt_tokens": 512, "output_tokens": 256, "concurrency": 28}
     load |= {"rounds": 1, "question_tokens": 0}
     result = {"model": "SmolLM2-135M-Instruct", "load": load, "recipe": LONG, "servers": servers}
-    print_table(result, table_rows([figures, figures]))
+    print_table(result, table_rows(servers))
     printed.check()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepset.serving.figures import NONE, documents_rows, figures, first_tokens, ratio, rounded, summary, table_rows
+from keepset.serving.figures import NONE, figures, first_tokens, ratio, rounded, summary, table_rows
 from keepset.serving.load import Load
 from keepset.serving.metrics import Sample
 from keepset.serving.vllm_bench import Measured
@@ -73,17 +73,19 @@ def test_ratio() -> None:
 def test_a_table_has_a_cell_for_each_server_and_their_ratio() -> None:
     plain = summary(Measured(LOAD, REPORT, []))
     recipe = summary(Measured(LOAD, {**REPORT, "duration": 2.0}, SAMPLES))
-    rows = {name: cells for name, *cells in table_rows([plain, recipe])}
+    rows = {name: cells for name, *cells in table_rows([{"summary": plain}, {"summary": recipe}])}
     assert rows["time for all, s"] == ["4.00", "2.00", "x0.50 better"]
     assert rows["output tokens/s"] == ["1.5", "3.0", "x2.00 better"]
     assert rows["requests failed"] == ["2", "2", "x1.00"]
     assert rows["running, mean"] == [NONE, "2.0", NONE]
     assert rows["keepset: events"] == [NONE, "3", NONE]
-    assert all(len(row) == 2 for row in table_rows([plain]))
-    assert documents_rows([{"summary": plain}]) == []
+    assert "documents that the pool holds" not in rows
+    assert all(len(row) == 2 for row in table_rows([{"summary": plain}]))
 
 
 @pytest.mark.parametrize(("held", "said"), [((4, 20), "x5.00 better"), ((20, 4), "x0.20 worse"), ((None, 4), NONE)])
 def test_more_documents_are_better(held: tuple[int | None, int], said: str) -> None:
-    servers = [{"documents": {"held": count, "first_token_seconds": {"first": {}, "later": {}}}} for count in held]
-    assert {name: cells for name, *cells in documents_rows(servers)}["documents that the pool holds"][-1] == said
+    loaded = summary(Measured(LOAD, REPORT, []))
+    documents = [{"held": count, "first_token_seconds": {"first": {}, "later": {}}} for count in held]
+    servers = [{"summary": loaded, "documents": each} for each in documents]
+    assert {name: cells for name, *cells in table_rows(servers)}["documents that the pool holds"][-1] == said
