@@ -81,7 +81,6 @@ def serve(
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
     from keepset.serving.command import default_for, split
-    from keepset.serving.figures import table_rows
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
     from keepset.serving.metrics import check_bench, import_http, import_parser
     from keepset.serving.server import ServerError
@@ -129,9 +128,8 @@ def serve(
         "keepset": keepset.__version__,
         "servers": servers,
     }
-    rows = table_rows(servers)
-    output(result, json_file, lambda: print_table(result, rows))
-    write(html, lambda: render(result, rows))
+    output(result, json_file, lambda: print_table(result))
+    write(html, lambda: render(result))
     if any(server["summary"]["failed"] for server in servers):
         raise Exit(1)
 
@@ -242,7 +240,7 @@ def _measure(
     return model or EMBEDDED, servers
 
 
-def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:
+def print_table(result: dict[str, Any]) -> None:
     """Print the figures, and why requests failed."""
     from keepset.bench.report.serving import failures, table
 
@@ -256,7 +254,7 @@ def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:
     )
     if result["recipe"] is not None:
         say(f"recipe: {result['recipe']}")
-    show_table(table(servers, rows))
+    show_table(table(servers))
     for failure in failures(servers):
         say(failure, style="red")
 

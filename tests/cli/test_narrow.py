@@ -14,7 +14,6 @@ from keepset.bench.record import FULL
 from keepset.cli import console
 from keepset.cli.bench import print_table
 from keepset.core.tables import save
-from keepset.serving.figures import table_rows
 from tests.bench.analysis.cells import cells
 from tests.cli.conftest import Run
 from tests.cli.test_results import write
@@ -116,7 +115,7 @@ def test_no_name_is_broken_of_a_load(printed: Printed) -> None:
     load = {"requests": 28, "prompt_tokens": 512, "output_tokens": 256, "concurrency": 28}
     load |= {"rounds": 1, "question_tokens": 0}
     result = {"model": "SmolLM2-135M-Instruct", "load": load, "recipe": LONG, "servers": servers}
-    print_table(result, table_rows(servers))
+    print_table(result)
     printed.check()
 
 

@@ -6,17 +6,17 @@ from typing import Any
 from keepset.bench.report import plot
 from keepset.bench.report.page import page
 from keepset.bench.report.table import Column, Line, Table, integer
-from keepset.serving.figures import ratio, rounded
+from keepset.serving.figures import ratio, rounded, table_rows
 
 _ERRORS = 5
 """The most errors of a server that are shown."""
 
 
-def table(servers: Sequence[dict[str, Any]], rows: Sequence[Sequence[str]]) -> Table:
-    """Return figures as a table; a row is a name, one text per server and, for two servers, their ratio."""
+def table(servers: Sequence[dict[str, Any]]) -> Table:
+    """Return the figures of all servers and, for two servers, their ratios."""
     titles = [server["name"] for server in servers] + (["ratio"] if len(servers) > 1 else [])
     columns = [Column(title, lambda _: None) for title in titles]
-    return Table("", columns, [Line(name, [(text, text) for text in texts]) for name, *texts in rows])
+    return Table("", columns, [Line(name, [(text, text) for text in texts]) for name, *texts in table_rows(servers)])
 
 
 def failures(servers: Sequence[dict[str, Any]]) -> list[str]:
@@ -24,8 +24,8 @@ def failures(servers: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{server['name']}: {error}" for server in servers for error in server["summary"]["errors"][:_ERRORS]]
 
 
-def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
-    """Return the page of the result of `keepset bench serve --json`; `rows` are its figures as texts, see `table`."""
+def render(result: dict[str, Any]) -> str:
+    """Return the page of the result of `keepset bench serve --json`."""
     servers, load = result["servers"], result["load"]
     names = [server["name"] for server in servers]
     legend = [(name, _series(at, servers), "circle") for at, name in enumerate(names)]
@@ -53,7 +53,7 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
         [
             plot.plots("While the load ran", over_time, legend if len(servers) > 1 else (), reading),
             plot.plots("Latencies", latencies, legend if len(servers) > 1 else (), less),
-            table(servers, rows).section("Figures"),
+            table(servers).section("Figures"),
             {"kind": "errors", "items": failures(servers)},
         ],
         conclusion=conclusion(result),

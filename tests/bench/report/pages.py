@@ -155,8 +155,11 @@ def server(name: str) -> dict[str, Any]:
     samples.append({"time": 3.0, **dict.fromkeys(("running", "waiting", "preemptions", "kv_usage"))})
     requests = [request(0, 3.0), request(1, 1.0), request(2, 2.0), request(3, 0.5, EVIL), request(4, None, EVIL)]
     rate = 9.0 if name == "recipe" else 6.0
-    summary = {"errors": [EVIL], "requests": 5, "failed": 2, "output_tokens_per_second": rate}
-    summary |= {"first_token_seconds": {"p50": 2.0}}
+    summary: dict[str, Any] = {
+        **{"errors": [EVIL], "requests": 5, "failed": 2, "output_tokens_per_second": rate, "keepset": {EVIL: rate}},
+        **{key: {"p50": 2.0} for key in ("first_token_seconds", "seconds_per_token", "request_seconds")},
+        **{key: {"max": 2.0} for key in ("running", "waiting", "kv_usage")},
+    }
     head = {"name": name, "recipe": None, "command": [EVIL], "summary": summary}
     return {**head, "samples": samples, "requests": requests}
 
@@ -206,7 +209,7 @@ TUNED = (
 PAGES = {
     "compare": lambda: compare.render(comparison(), TOKENS),
     "results": results_page,
-    "serving": lambda: serving.render(served(EVIL, "recipe"), [["tokens", EVIL, "2", "x1"]]),
+    "serving": lambda: serving.render(served(EVIL, "recipe")),
     "compiled": lambda: compiled.render(tables()),
     "tune": lambda: tune.render(tuned(*TUNED)),
 }

@@ -180,7 +180,7 @@ def test_serving_opens_with_what_the_load_has_shown() -> None:
 
 
 def test_serving_shows_samples_and_answered_requests() -> None:
-    page = serving.render(served("plain", "recipe"), [["tokens", EVIL, "2", "x2.00"]])
+    page = serving.render(served("plain", "recipe"))
     running = chart(page, "running")
     assert [trace["name"] for trace in running] == ["plain", "recipe"]
     assert running[0]["x"] == running[0]["y"] == [1, 2, 2.5]
@@ -188,7 +188,9 @@ def test_serving_shows_samples_and_answered_requests() -> None:
     shares = chart(page, "request")[0]
     assert shares["x"] == [1, 1, 2, 3]
     assert shares["y"] == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert rows(page)[1] == ["tokens", EVIL, "2", "x2.00"] and data_of(page)["facts"][0] == ["Recipe", EVIL]
+    assert ["output tokens/s", "6.0", "9.0", "x1.50 better"] in rows(page)
+    assert [f"keepset: {EVIL.replace('_', ' ')}", "6", "9", "x1.50"] in rows(page)
+    assert data_of(page)["facts"][0] == ["Recipe", EVIL]
     assert data_of(page)["sections"][-1]["items"] == [f"{name}: {EVIL}" for name in ("plain", "recipe")]
 
 
@@ -269,5 +271,5 @@ def test_a_browser_switches_to_another_option(load: Any) -> None:
 def test_a_browser_says_that_nothing_was_measured(load: Any) -> None:
     empty = {**served("server"), "recipe": None}
     empty["servers"][0] |= {"samples": [], "requests": [request(0, None, "gone")]}
-    page = load(serving.render(empty, [["tokens", "1"]]))
+    page = load(serving.render(empty))
     assert page.locator("#running").text_content() == "Nothing was measured."
