@@ -173,25 +173,13 @@ class LayerState(LogicalLayer):
             self.store = _packed(new, self.store_type)
         return up_to_event
 
-    def observe(
-        self,
-        up_to_event: AttentionInput,
-        *,
-        layers: Sequence[int],
-        prompts: Int[Tensor, " batch"],
-        longest: int,
-        num_kept: Sequence[int] | None,
-        features: Mapping[Feature[Any], Any],
-    ) -> Observation:
+    def observe(self, up_to_event: AttentionInput, features: Mapping[Feature[Any], Any], **others: Any) -> Observation:
         """Return the observation of an event. The layer then holds no entries until `keep` gives it some.
 
         Args:
             up_to_event: the tokens up to the event, from `attend`.
-            layers: indices of all layers that are compressed.
-            prompts: tokens of each request's prompt, padding left out.
-            longest: tokens of the longest request, or more.
-            num_kept: how many entries of every head will stay, if the host knows it.
             features: features that do not come from this layer's tokens.
+            others: arguments of the `Observation` that the cache knows, not the layer.
         """
         store, self.store = self.store, None
         observation: Callable[..., Observation] = Observation
@@ -205,14 +193,11 @@ class LayerState(LogicalLayer):
         key, value = self.store_type.stored(up_to_event.key[0, 0, 0], up_to_event.value[0, 0, 0])
         return observation(
             **own,
+            **others,
             lengths=up_to_event.lengths,
-            prompts=prompts,
-            longest=longest,
             layer=self.index,
-            layers=layers,
             features={**features, **collected},
             softmax=up_to_event.softmax,
-            num_kept=num_kept,
             entry_bytes=key.nbytes + value.nbytes,
         )
 

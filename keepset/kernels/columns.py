@@ -183,31 +183,6 @@ def attention_columns(
     return {name: statistics[name].flatten(0, 1) for name in names}
 
 
-class ColumnAccumulator:
-    """Accumulates column statistics of a text that comes in chunks.
-
-    Attributes:
-        statistics: the statistics of every entry so far, by name.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self.statistics: dict[str, Float[Tensor, "query_heads entries"]] = {}
-
-    def add(
-        self,
-        queries: Float[Tensor, "query_heads n head_dim"],
-        keys: Float[Tensor, "kv_heads entries head_dim"],
-        softmax: Softmax,
-        lse: Float[Tensor, "query_heads n"] | None = None,
-    ) -> None:
-        """Add the next `n` queries."""
-        new = attention_columns(queries, keys, softmax=softmax, names=self._names, lse=lse)
-        for name, before in self.statistics.items():
-            new[name] = ColumnStatistic(name).merge(new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
-        self.statistics = new
-
-
 def _logits(
     queries: Float[Tensor, "kv_heads group n head_dim"],
     keys: Float[Tensor, "kv_heads entries head_dim"],

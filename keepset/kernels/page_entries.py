@@ -80,14 +80,13 @@ def take_entries(
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
 
-        entries = first.new_empty(len(slots), first.shape[3])
+        keys, values = first.new_empty(len(slots), first.shape[3]).chunk(2, -1)
         if len(slots):
             with launched_on(first.device):
-                page_entries.take(first, addresses_of(caches), entries, slots)
+                page_entries.move(first, addresses_of(caches), keys, values, slots, into_pages=False)
     else:
         parts = [(own, caches[layer][place]) for layer, own, place in places_of(first.shape, slots)]
-        entries = joined(parts, len(slots))
-    keys, values = entries.chunk(2, -1)
+        keys, values = joined(parts, len(slots)).chunk(2, -1)
     return keys, values
 
 
@@ -112,8 +111,9 @@ def write_entries(
     elif len(slots):
         from keepset.kernels.triton import page_entries  # loads Triton
 
+        keys, values = (part if part.stride(1) == 1 else part.contiguous() for part in (keys, values))
         with launched_on(first.device):
-            page_entries.write(first, addresses_of(caches), keys, values, slots)
+            page_entries.move(first, addresses_of(caches), keys, values, slots, into_pages=True)
 
 
 def write_parts(

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from keepset.core.accumulator import Chunk
+from keepset.core.features.attention import AttentionColumns
 from keepset.kernels import columns
 from keepset.kernels.columns import (
-    ColumnAccumulator,
+    ColumnStatistic,
     attention_columns,
     attention_with_lse,
     log_sum_exp,
@@ -259,12 +261,19 @@ def test_only_what_is_asked_for_is_computed(implementation: str, names: list[str
 def test_chunks_of_a_prompt_add_up_to_the_whole(with_lse: bool) -> None:
     queries, keys = tensors(200, 200, 2, 2, 4, torch.float32)
     attention, lse = dense(queries, keys)
-    accumulated = ColumnAccumulator({"sum", "max"})
+    features = [AttentionColumns(ColumnStatistic.SUM), AttentionColumns(ColumnStatistic.MAX)]
+    accumulated = AttentionColumns.accumulator(features)
+
+    def chunk(start: int, stop: int) -> Chunk:
+        known = [lse[:, start:stop].float()] if with_lse else None
+        some, positions = queries[None, :, start:stop], torch.arange(start, stop)[None]
+        return Chunk(some, lambda: [(keys[:, :stop], slice(None))], positions, None, Softmax(SCALING), known)
+
     for start, stop in ((0, 0), (0, 1), (1, 90), (90, 91), (91, 91), (91, 200)):
-        known = lse[:, start:stop].float() if with_lse else None
-        accumulated.add(queries[:, start:stop], keys[:, :stop], Softmax(SCALING), known)
+        accumulated.add(chunk(start, stop))
     right = of_matrix(attention)
-    check(accumulated.statistics, {name: right[name] for name in ("sum", "max")})
+    for feature, values in accumulated.values(torch.tensor([200]), 0).items():
+        check({feature.statistic: values[0]}, {feature.statistic: right[feature.statistic]})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
-from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic, mean_square_attention
+from keepset.kernels.columns import ColumnStatistic, attention_columns, mean_square_attention
 
 _PROMPT_ATTENTION = "looks at the attention of the whole prompt, which only exists at the prompt's end"
 """Why these features do not exist at later events."""
@@ -23,15 +24,19 @@ _PROMPT_ATTENTION = "looks at the attention of the whole prompt, which only exis
 class _Columns(Accumulator):
     def __init__(self, features: Sequence[AttentionColumns]) -> None:
         self._features = features
-        self._requests: list[ColumnAccumulator] = []
+        self._requests: list[dict[str, Float[Tensor, "query_heads entries"]]] = []
 
     def add(self, chunk: Chunk) -> None:
         entries = chunk.entries()
         names = [feature.statistic for feature in self._features]
-        requests = [copy.copy(columns) for columns in self._requests] or [ColumnAccumulator(names) for _ in entries]
-        for request, (columns, (keys, own)) in enumerate(zip(requests, entries, strict=True)):
-            lse = None if chunk.lse is None else chunk.lse[request]
-            columns.add(chunk.queries[request][:, own], keys, chunk.softmax, lse)
+        requests = []
+        for request, (keys, own) in enumerate(entries):
+            queries, lse = chunk.queries[request][:, own], None if chunk.lse is None else chunk.lse[request]
+            columns = attention_columns(queries, keys, softmax=chunk.softmax, names=names, lse=lse)
+            for name, before in self._requests[request].items() if self._requests else ():
+                longer = F.pad(before, (0, keys.shape[1] - before.shape[1]))
+                columns[name] = ColumnStatistic(name).merge(columns[name], longer)
+            requests.append(columns)
         self._requests = requests
 
     def merged_with(self, others: Sequence[_Columns]) -> _Columns:
@@ -41,7 +46,7 @@ class _Columns(Accumulator):
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         return {
-            feature: widened([columns.statistics[feature.statistic] for columns in self._requests], width)
+            feature: widened([columns[feature.statistic] for columns in self._requests], width)
             for feature in self._features
         }
 

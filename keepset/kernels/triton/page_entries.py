@@ -18,20 +18,8 @@ def read(kind, addresses, place, subpages, entries) -> None:
     )  # fmt: skip
 
 
-def take(kind, addresses, entries, slots) -> None:
-    """Copy the entry at each slot to `entries`."""
-    keys, values = entries.chunk(2, -1)
-    _move(kind, addresses, keys, values, slots, into_pages=False)
-
-
-def write(kind, addresses, keys, values, slots) -> None:
-    """Copy each entry to its slot."""
-    keys, values = (part if part.stride(1) == 1 else part.contiguous() for part in (keys, values))
-    _move(kind, addresses, keys, values, slots, into_pages=True)
-
-
-def _move(kind, addresses, keys, values, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
-    """Copy entries between pages and rows of keys and values."""
+def move(kind, addresses, keys, values, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
+    """Copy the entry at each slot to a row of keys and one of values, or these rows into the pages."""
     blocks, kv_heads, size, width = kind.shape
     _move_entries[(triton.cdiv(len(slots), _BLOCK),)](
         kind, addresses.on_device, keys, values, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
