@@ -6,7 +6,7 @@ from typing import Literal
 
 from keepset.bench.tasks.task import Example, Question, Tokenizer
 from keepset.errors import KeepsetError
-from keepset.texts import chat_frame, encode
+from keepset.texts import chat_frame
 
 Mode = Literal["prompt", "agnostic", "task"]
 """Which part of an example is compressed, and whether its questions are known by then.
@@ -146,4 +146,5 @@ class PromptBuilder:
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         begin = self._tokenizer.bos_token
         special = special and not (isinstance(begin, str) and text.startswith(begin))
-        return tuple(encode(self._tokenizer, text, special))
+        # verbose=False: no warning, because long prompts are cut before the model sees them.
+        return tuple(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
