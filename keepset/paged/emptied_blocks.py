@@ -32,11 +32,7 @@ class EmptiedBlocks:
         self._events.append((table, pages, AsyncHostCopy(pages)))
 
     def expect(self, keys: Mapping[int, RequestKey]) -> None:
-        """Note which pages hold which requests' newest tokens; called between the plans of two steps.
-
-        Args:
-            keys: the requests, by the page of their newest token.
-        """
+        """Note the requests by the pages of their newest tokens; called between the plans of two steps."""
         self._keys |= keys
 
     def settle(self) -> None:

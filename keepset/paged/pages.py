@@ -113,12 +113,7 @@ class ScatteredPages:
     def write(
         self, keys: UInt8[Tensor, "n key_row"], values: UInt8[Tensor, "n value_row"], slots: Int[Tensor, " n"]
     ) -> None:
-        """Write entry `i` to `slots[i]`.
-
-        Args:
-            keys, values: as they are stored.
-            slots: the slot of each entry; distinct.
-        """
+        """Write entry `i`, as it is stored, to `slots[i]`."""
         write_parts(self.caches, keys, values, (self.place * self.slots + slots) % (len(self.caches) * self.slots))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -46,11 +46,6 @@ class CompressedImpl:
         """The layer's softmax; its sinks are set when weights are loaded."""
         return Softmax(self.scale, softcap_of(self), getattr(self, "sinks", None))
 
-    @property
-    def model_dtype(self) -> torch.dtype:
-        """The model's dtype, which keys and values have."""
-        return cast(torch.dtype, self._context.config.model_config.dtype)
-
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return False: keepset's own attention has no scales for its output."""
         return False
@@ -64,12 +59,7 @@ class CompressedImpl:
         raise NotImplementedError
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
-        """Return the layer's cache as sub-pages; they are made once.
-
-        Args:
-            layer: vLLM's layer.
-            kv_cache: its cache.
-        """
+        """Return the layer's cache as sub-pages; they are made once."""
         if self._pages is None or self._pages[0] is not kv_cache:
             for each in self._neighbours:  # their pages may be written to through this layer's
                 fill_scales(each, kv_cache if each is layer else each.kv_cache)
@@ -94,7 +84,7 @@ class CompressedImpl:
         """Return queries in the model's dtype: some backends get them in 8 bits."""
         if query.dtype.itemsize > 1:
             return query
-        return query.to(self.model_dtype) * layer._q_scale.to(self.model_dtype)
+        return query.to(self._context.dtype) * layer._q_scale.to(self._context.dtype)
 
     def step_to_write(self, layer: Any, slot_mapping: Tensor) -> PlannedStep | None:
         """Return the step whose entries vLLM writes; None if the layer is not compressed, or the run has no metadata.
@@ -142,17 +132,14 @@ class CompressedAttentionImpl(CompressedImpl):
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
         if layer.kv_cache_dtype in PACKED:
-            format = packed_format(layer, self.model_dtype)
+            format = packed_format(layer, self._context.dtype)
             return ScatteredPages([parts_of(layer, cache) for cache in caches], self._place, format)
-        return StridedPages(caches, self._place, format_of(layer, self.model_dtype))
+        return StridedPages(caches, self._place, format_of(layer, self._context.dtype))
 
     def mixing(self, layer: Any) -> Mixing | None:
         """Return how to mix the inputs of vLLM's backend if pages hold mixed rows; None if nothing is mixed.
 
         Attention of mixed queries, keys and values is the mixed output of the same attention.
-
-        Args:
-            layer: vLLM's layer.
         """
         return own_mixing(layer.kv_cache_dtype, self.head_size)
 
@@ -172,14 +159,7 @@ class CompressedAttentionImpl(CompressedImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write new entries; if heads have their own pages, write each head's entry to the head's own slot.
-
-        Args:
-            layer: vLLM's layer.
-            key: new keys after rotation, `[tokens, kv_heads, head_dim]`.
-            value: new values, `[tokens, kv_heads, head_dim]`.
-            kv_cache: the layer's cache.
-            slot_mapping: the slot of each token.
+        """Write new entries, `[tokens, kv_heads, head_dim]`; if heads have their own pages, to each head's own slots.
 
         Raises:
             UnsupportedEngineError: the slots are not those of the plan.
@@ -191,15 +171,7 @@ class CompressedAttentionImpl(CompressedImpl):
             self.append_ragged(layer, step, key, value, kv_cache)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        """Write each head's new entries to the head's own slots.
-
-        Args:
-            layer: vLLM's layer.
-            step: the step.
-            key: new keys after rotation.
-            value: new values.
-            kv_cache: the layer's cache.
-        """
+        """Write each head's new entries, `[tokens, kv_heads, head_dim]`, to the head's own slots."""
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         tokens, pages = ragged.tokens, self.pages(layer, kv_cache)
@@ -215,15 +187,7 @@ class CompressedAttentionImpl(CompressedImpl):
         append_stored(parts_of(layer, room), pages.caches[pages.place], tokens, layout)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Compute the attention of each head over its own entries.
-
-        Args:
-            layer: vLLM's layer.
-            step: the step.
-            query: queries after rotation, `[tokens, query_heads, head_dim]`.
-            kv_cache: the layer's cache.
-            output: the tensor that the result is written to.
-        """
+        """Write the attention of rotated queries, `[tokens, query_heads, head_dim]`, over their own heads' entries."""
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         tokens, layout, bias = ragged.tokens, ragged.of_layer(self._place), step.group.columns.bias
@@ -243,19 +207,10 @@ class CompressedAttentionImpl(CompressedImpl):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Run vLLM's attention, then the step's planned work for this layer.
+        """Run vLLM's attention, then the step's planned work for this layer; return `output`.
 
-        Args:
-            layer: vLLM's layer.
-            query: queries after rotation, `[tokens, query_heads, head_dim]`.
-            key: new keys, which are in the cache already.
-            value: new values, which are in the cache already.
-            kv_cache: the layer's cache.
-            attn_metadata: the result of `KeepBuilder.build`.
-            output: the tensor that the result is written to.
-
-        Returns:
-            `output`.
+        Queries, `[tokens, query_heads, head_dim]`, are rotated. The new keys and values are in the cache already.
+        `attn_metadata` is the result of `KeepBuilder.build`.
         """
         step = self._context.step(layer.layer_name, attn_metadata)
         if step is None or step.plan.has_plain:

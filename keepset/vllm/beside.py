@@ -108,12 +108,7 @@ class PlainPrefixes:
         super().on_new_request(self._view(request))  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many plain tokens can be loaded after those that are cached.
-
-        Args:
-            request: the waiting request.
-            num_computed_tokens: tokens of it that are cached.
-        """
+        """Return how many plain tokens can be loaded after those that are cached."""
         view = self._view(request)
         tokens, later = super().get_num_new_matched_tokens(view, num_computed_tokens)  # type: ignore[misc]
         if tokens is None:
@@ -132,9 +127,6 @@ class PlainPrefixes:
 
         A request whose pages are freed is reported as preempted. So the connector finishes storing them before this
         step writes to its pages.
-
-        Args:
-            scheduler_output: the step.
         """
         freed = {name for name in self._holding if self._manager.is_released(name)}
         self._holding -= freed
@@ -150,12 +142,7 @@ class PlainPrefixes:
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; the connector sees only its plain pages.
-
-        Args:
-            request: the request, whose pages are freed next.
-            block_ids: its blocks, group by group.
-        """
+        """Forget a request, whose pages are freed next; the connector sees only its plain pages."""
         view = self._view(request)
         view.close()
         del self._views[request.request_id]

@@ -278,9 +278,6 @@ def hide_answer(request: Request) -> None:
 
     Layers that are not compressed offer all their blocks to other requests. Behind the prompt these blocks depend on
     compressed layers.
-
-    Args:
-        request: the request, before its answer begins.
     """
     hashes, salt = request._block_hasher, secrets.token_bytes(16)
     assert hashes is not None

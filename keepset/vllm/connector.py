@@ -269,10 +269,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         """Return how many tokens the connector loads; None makes a request wait for a step.
 
         For a refused request it is all remaining tokens, so that vLLM ends it.
-
-        Args:
-            request: the waiting request.
-            num_computed_tokens: tokens of it that are cached.
         """
         name, known = request.request_id, self._known[request.request_id]
         if known.denied:

@@ -290,12 +290,12 @@ class RowsMixin(CompressedAttentionImpl):
             from keepset.kernels import int8_rows
 
             sizes = self.num_queries_per_kv, self.head_size, self._context.block_size
-            int8_rows.compile_for(*sizes, self.model_dtype)  # before the first request
+            int8_rows.compile_for(*sizes, self._context.dtype)  # before the first request
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
         if not self._compiles(layer):
             return super().make_pages(layer, caches)
-        format = row_format(layer.kv_cache_dtype, self.head_size, self.model_dtype)
+        format = row_format(layer.kv_cache_dtype, self.head_size, self._context.dtype)
         return Int8Pages(caches, self._place, format, self.softmax.scaling)
 
     def _compiles(self, layer: Any) -> bool:
@@ -304,7 +304,7 @@ class RowsMixin(CompressedAttentionImpl):
             return False
         from keepset.kernels import int8_rows
 
-        return int8_rows.supports(self.head_size, self._context.block_size, self.model_dtype)
+        return int8_rows.supports(self.head_size, self._context.block_size, self._context.dtype)
 
     def mixing(self, layer: Any) -> None:
         """Return None, because `RowsImpl` mixes by the pages' format."""

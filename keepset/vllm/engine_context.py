@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -167,16 +167,13 @@ class EngineContext:
     @cached_property
     def recording(self) -> Recording:
         """The plan of which queries layers record, and for what."""
-        _, head_dim, dtype = self._queries
-        drafts = drafted_tokens(self.config)
-        return Recording.of_recipe(self.recipe, self._layer.num_queries_per_kv, head_dim, dtype.itemsize, drafts)
+        group, head_dim, drafts = self._layer.num_queries_per_kv, self._layer.head_size, drafted_tokens(self.config)
+        return Recording.of_recipe(self.recipe, group, head_dim, self.dtype.itemsize, drafts)
 
-    @cached_property
-    def _queries(self) -> tuple[int, int, torch.dtype]:
-        """The number of query heads of a layer in this process, their size, and their dtype."""
-        dtype = self.config.model_config.dtype
-        assert isinstance(dtype, torch.dtype)
-        return self._layer.num_heads, self._layer.head_size, dtype
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype, which queries, keys and values have."""
+        return cast(torch.dtype, self.config.model_config.dtype)
 
     @property
     def _layer(self) -> Any:
@@ -215,10 +212,10 @@ class EngineContext:
         if self._buffers is None:  # vLLM has not measured memory yet
             self._check_cache(spec)
             requests, device = self.config.scheduler_config.max_num_seqs, current_platform.device_type
-            longest, (heads, head_dim, dtype) = self.config.model_config.max_model_len, self._queries
-            queries, tokens = (heads, head_dim, dtype, device), captured_tokens(self.config)
+            longest, head_dim = self.config.model_config.max_model_len, self._layer.head_size
+            queries, tokens = (self._layer.num_heads, head_dim, self.dtype, device), captured_tokens(self.config)
             self._buffers = QueryBuffers(self.recording, len(layer_ids), requests, *queries, tokens)
-            stored, bytes_read = self._stored_bytes(spec), 2 * head_dim * dtype.itemsize
+            stored, bytes_read = self._stored_bytes(spec), 2 * head_dim * self.dtype.itemsize
             shape = Shape(len(layer_ids), spec.num_kv_heads, head_dim, stored, bytes_read, longest)
             self._reserve = reserve(self.config, self.recipe, self.recording.group, self.columns, shape)
         scheduler, layers = self.config.scheduler_config, all_layers(self.config, layer_ids)
@@ -245,13 +242,13 @@ class EngineContext:
         """Check that keepset reads from a quantised cache what vLLM writes to it."""
         if current_platform.is_cpu():
             return
-        device, (_, head_dim, dtype) = torch.device(current_platform.device_type), self._queries
+        device = torch.device(current_platform.device_type)
         if self.cache_dtype in ROW_SCALES:
-            check_rows(self.cache_dtype, spec.num_kv_heads, head_dim, dtype, device)
+            check_rows(self.cache_dtype, spec.num_kv_heads, self._layer.head_size, self.dtype, device)
         layers = self.config.compilation_config.static_forward_context
         packed = [layers[name] for name in self.layers if layers[name].kv_cache_dtype in PACKED]
         if packed:
-            check_packed(packed[0], dtype, device)
+            check_packed(packed[0], self.dtype, device)
 
     @property
     def buffers(self) -> QueryBuffers:

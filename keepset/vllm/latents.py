@@ -93,13 +93,7 @@ class LatentImpl(CompressedImpl):
         return LatentPages([cache.unsqueeze(1) for cache in caches], self._place, self.kv_lora_rank)
 
     def do_kv_cache_update(self, latents: Tensor, rotated: Tensor, kv_cache: Tensor, slots: Tensor, *args: Any) -> None:
-        """Write new rows, by vLLM's method or to the layer's own slots.
-
-        Args:
-            latents: latents of the new tokens.
-            rotated: the rotated parts.
-            kv_cache: the layer's cache.
-            slots: the slot of each token.
+        """Write new rows of a latent and a rotated part, by vLLM's method or to the layer's own slots.
 
         Raises:
             UnsupportedEngineError: the slots are not those of the plan.
@@ -124,11 +118,7 @@ class LatentImpl(CompressedImpl):
     ) -> None:
         """Run vLLM's attention for tokens of prompts, and record their queries or, if other tokens follow, keep them.
 
-        Args:
-            q: queries of heads, after rotation, `[tokens, query_heads, head_dim]`.
-            latents, rotated: latents and rotated parts of these tokens.
-            kv_cache: the layer's cache.
-            attn_metadata: the result of `KeepBuilder.build`.
+        Queries, `[tokens, query_heads, head_dim]`, are rotated. `attn_metadata` is the result of `KeepBuilder.build`.
         """
         super().forward_mha(q, latents, rotated, kv_cache, attn_metadata, *args, **kwargs)  # type: ignore[misc]
         step = self._context.step(self._layer.layer_name, attn_metadata)
@@ -142,11 +132,7 @@ class LatentImpl(CompressedImpl):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend to rows in the cache, and record the queries of the step.
 
-        Args:
-            q: absorbed queries, or their two parts, `[tokens, query_heads, ...]`.
-            kv_cache: the layer's cache.
-            attn_metadata: the result of `KeepBuilder.build`.
-            layer: vLLM's layer.
+        Queries, `[tokens, query_heads, ...]`, are absorbed; they may come in two parts.
 
         Returns:
             The attention over latents, `[tokens, query_heads, latent]`, and its log-sum-exp if vLLM's backend has it.

@@ -205,12 +205,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return None if shareable is None else shareable // self.block_size * self.block_size
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Return how many blocks a request needs. A waiting request also needs room for the growth of running requests.
-
-        Args:
-            request_id: the request.
-            num_tokens: tokens that it needs blocks for.
-        """
+        """Return how many blocks a request needs. A waiting request also needs room for the growth of running ones."""
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
         own = self._own.get(request_id)
@@ -275,12 +270,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             self._prefixes[first] = placement
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Offer to other requests only those blocks to which no compression of this request writes.
-
-        Args:
-            request: the request.
-            num_tokens: tokens that are in the cache.
-        """
+        """Offer to other requests only those blocks to which no compression of this request writes."""
         if (own := self._own.get(request.request_id)) is not None:
             # Hashes of a request's tokens do not depend on its budget, but those of a context begin with its digest.
             if own.placement is not None and own.placement.shared:
@@ -302,9 +292,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def find_longest_cache_hit(cls, *, max_length: int, kv_cache_spec: Any, **others: Any) -> Any:  # type: ignore[override]
         """Return the cached blocks of a prompt's beginning: a context's, or those that its compression does not change.
 
-        Args:
-            max_length: tokens of the prompt but the last.
-            kv_cache_spec: the kind of cache.
+        `max_length` is the tokens of the prompt but the last.
         """
         hashes = others["block_hashes"]
         placement = kv_cache_spec.contexts.get(hashes[0]) if len(hashes) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -84,8 +84,7 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     projections, rotary = [context.projections[name] for name in names] if context.projections else [], None
     if context.recipe.method.traits.needs.unrotated:
         model = config.model_config
-        dtype = cast(torch.dtype, model.dtype)
-        rotary = find_rotation(projections, model.get_hidden_size(), dtype, model.max_model_len)
+        rotary = find_rotation(projections, model.get_hidden_size(), context.dtype, model.max_model_len)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     share = HeadShare(rank, ranks, config.model_config.get_total_num_kv_heads()) if ranks > 1 else None
     count = stats.count if rank == 0 else None  # of several ranks, one counts
@@ -149,12 +148,7 @@ class KeepBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Return vLLM's support for CUDA graphs, limited to decode steps if heads keep different numbers of entries.
-
-        Args:
-            vllm_config: vLLM's configuration.
-            kv_cache_spec: the kind of cache.
-        """
+        """Return vLLM's support for CUDA graphs, limited to decode steps if heads keep different numbers of entries."""
         support: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         if isinstance(kv_cache_spec, KeepSpec) and kv_cache_spec.schedule.ragged:
             return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda each: each.value)
@@ -165,9 +159,7 @@ class KeepBuilder:
     ) -> Any:
         """Plan the step, and return vLLM's metadata for the entries that are kept.
 
-        Args:
-            common_attn_metadata: vLLM's metadata of the step, as if nothing had ever been dropped.
-            common_prefix_len, fast_build: as vLLM's builder takes them.
+        `common_attn_metadata` describes the step as if nothing had ever been dropped.
         """
         if self._group is None:  # the backend would take the lengths of prompts for a window
             alone = common_attn_metadata.replace(rswa_prefix_lens=None)

@@ -182,12 +182,9 @@ def _serves(own: Traits, limits: EngineLimits) -> bool:
 
 
 def one_rotation(config: Mapping[str, Any]) -> bool:
-    """Return whether all layers of a model rotate by one table, according to its configuration.
+    """Return whether all layers rotate by one table, according to transformers' configuration of a model's text part.
 
     They do not if only some layers rotate, layers rotate differently, or queries change after their rotation.
-
-    Args:
-        config: the configuration of the model's text part, as transformers writes it.
     """
     rotation, kinds = config.get("rope_parameters"), {*(config.get("layer_types") or ())}
     if not isinstance(rotation, Mapping) or rotation.get("rope_type", "default") not in _TABLES:
