@@ -148,8 +148,8 @@ class PlainPrefixes:
         del self._views[request.request_id]
         self._holding.discard(request.request_id)
         limit = view.limit
-        plain = tuple(ids[: None if limit is None else limit // self._manager.block_size] for ids in block_ids)
-        return super().request_finished(view, plain[0])  # type: ignore[misc, no-any-return]
+        plain = block_ids[0][: None if limit is None else limit // self._manager.block_size]
+        return super().request_finished(view, plain)  # type: ignore[misc, no-any-return]
 
     def _view(self, request: Request) -> PlainRequest:
         if request.request_id not in self._views:
