@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from keepset.kernels.entry_format import FORMATS, LEVELS, format_of
-from tests.kernels.few_bits import matrix, meant, rounded
+from tests.kernels.few_bits import meant, rounded
+from tests.kernels.test_attention import ROUNDING, seeded
 
 EIGHT, FOUR = FORMATS[8], FORMATS[4]
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-"""Of a number, in parts of it: the largest of a row is 127 steps, so that it is that much further from them."""
 
 
 def draws(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=seeded(seed))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -70,14 +69,6 @@ def test_each_level_is_the_mean_of_a_normal_distribution_between_its_borders() -
     for level, (low, high) in zip(LEVELS, pairwise(borders), strict=True):
         mean = (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low))
         assert level == pytest.approx(mean, abs=3e-4)
-
-
-@pytest.mark.parametrize("size", [1, 2, 6, 10, 64, 72, 80, 96, 128])
-def test_rows_are_mixed_and_mixed_back(size: int) -> None:
-    rows = draws(3, size)
-    for format in FORMATS.values():
-        torch.testing.assert_close(format.mix(rows).double(), rows.double() @ matrix(size).T, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(format.unmix(format.mix(rows)), rows, rtol=1e-5, atol=1e-5)
 
 
 def test_a_second_layer_has_nearly_8_bits() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keepset.kernels.packed_formats import NVFP4Format, TurboQuantFormat, packed, unpacked
-from tests.kernels.packed import small_float
+from tests.kernels.packed import KINDS, drawn_rows, format_of, meant, small_float
 
 ROWS, HEAD_DIM = 5, 64
 
@@ -38,26 +38,17 @@ def turboquant(key_bits: int, value_bits: int, **more: Any) -> TurboQuantFormat:
     return TurboQuantFormat(HEAD_DIM, torch.float32, key_bits, value_bits, centroids, rotation, **options)
 
 
-def with_halves(rows: Tensor, *halves: Tensor) -> Tensor:
-    """Rows that end in 16-bit floats."""
-    ends = torch.stack(halves, -1).half().view(torch.uint8)
-    return torch.cat([rows, ends], -1)
-
-
-@pytest.mark.parametrize("unit_length", [True, False])
-@pytest.mark.parametrize("bits", [3, 4])
-def test_turboquants_keys_are_centroids_times_a_length(bits: int, unit_length: bool) -> None:
-    how = turboquant(bits, 4, unit_length=unit_length)
-    rows = with_halves(drawn(ROWS, HEAD_DIM * bits // 8), torch.randn(ROWS, generator=torch.Generator().manual_seed(1)))
-    assert rows.shape[1] == how.key_bytes
-    for row, key in zip(rows.tolist(), how.decode_keys(rows), strict=True):
-        chosen = [float(how.centroids[i]) for i in whole_numbers(row[:-2], bits, HEAD_DIM)]
-        length = math.sqrt(sum(number**2 for number in chosen)) if unit_length else 1.0
-        right = [
-            half(row[-2:]) * sum(number * float(by) for number, by in zip(chosen, column, strict=True)) / length
-            for column in how.rotation.T
-        ]
-        torch.testing.assert_close(key, torch.tensor(right), rtol=1e-4, atol=1e-4)  # sums of 64 products in float32
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("nvfp4 by tokens", "nvfp4 swizzled")])
+def test_bytes_are_read_as_what_they_mean(kind: str) -> None:
+    """Centroids of any length or of 1 times a length, steps from the least number, floats with a scale for sixteen."""
+    how, draw = format_of(kind, HEAD_DIM, torch.float32), torch.Generator().manual_seed(1)
+    rows = drawn_rows(kind, how, ROWS, draw)
+    keys, values = rows.split([how.key_bytes, how.value_bytes], -1)
+    filled = torch.cat([values, drawn(ROWS, 2)], -1) if kind != "nvfp4" else values  # bytes that only fill the slot
+    right_keys, right_values = meant(rows, how)
+    close = 1e-4 if kind in ("k3v3", "k3v4", "k4v4") else 1e-6  # sums of 64 products in float32
+    torch.testing.assert_close(how.decode_keys(keys).double(), right_keys, rtol=close, atol=close)
+    torch.testing.assert_close(how.decode_values(filled).double(), right_values, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("has_fp16_exponents", "bias"), [(False, 7), (True, 15)])
@@ -68,31 +59,6 @@ def test_turboquants_keys_of_eight_bits_are_floats(has_fp16_exponents: bool, bia
     right = [[small_float(code, 3, 4, bias) for code in row] for row in codes.tolist()]
     assert torch.equal(how.decode_keys(codes), torch.tensor(right))
     assert how.key_bytes == HEAD_DIM
-
-
-@pytest.mark.parametrize("bits", [3, 4])
-def test_turboquants_values_are_steps_from_the_least_number(bits: int) -> None:
-    how, draw = turboquant(4, bits), torch.Generator().manual_seed(2)
-    steps, least = torch.rand(ROWS, generator=draw), torch.randn(ROWS, generator=draw)
-    rows = with_halves(drawn(ROWS, HEAD_DIM * bits // 8), steps, least)
-    assert rows.shape[1] == how.value_bytes
-    filled = torch.cat([rows, drawn(ROWS, 2)], -1)  # with bytes that only fill the slot
-    for row, value in zip(rows.tolist(), how.decode_values(filled), strict=True):
-        right = [i * half(row[-4:-2]) + half(row[-2:]) for i in whole_numbers(row[:-4], bits, HEAD_DIM)]
-        torch.testing.assert_close(value, torch.tensor(right), rtol=1e-6, atol=1e-6)  # rounded twice
-
-
-def test_nvfp4_is_floats_with_a_scale_for_sixteen() -> None:
-    how = NVFP4Format(HEAD_DIM, torch.float32, torch.tensor(0.5), torch.tensor(4.0))
-    rows = drawn(2, ROWS, HEAD_DIM // 2 + HEAD_DIM // 16)
-    rows[..., HEAD_DIM // 2 :].clamp_(max=0x7E)  # scales are positive, and not NaN
-    for read, factor in ((how.decode_keys, 0.5), (how.decode_values, 4.0)):
-        for row, found in zip(rows.flatten(0, 1).tolist(), read(rows).flatten(0, 1), strict=True):
-            numbers = whole_numbers(row[: HEAD_DIM // 2], 4, HEAD_DIM)
-            scales = [small_float(code, 3, 4, 7) for code in row[HEAD_DIM // 2 :]]
-            right = [small_float(code, 1, 2, 1) * scales[i // 16] * factor for i, code in enumerate(numbers)]
-            assert torch.equal(found, torch.tensor(right))
-    assert how.key_bytes == how.value_bytes == rows.shape[-1]
 
 
 @pytest.mark.parametrize("bits", [3, 4])

@@ -18,26 +18,29 @@ SCALED = [(kind, scale) for kind in KINDS for scale in (None, 0.3) if scale is N
 """Kinds of numbers of 8 bits, and a layer's scale; None where each row has its own, as those of integers have."""
 
 
-@pytest.mark.parametrize(("kind", "scale"), SCALED)
+@pytest.mark.parametrize(("kind", "scale"), [*SCALED, (INT4, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 24])
 def test_rows_are_read_as_the_numbers_that_they_stand_for(
-    kind: str, scale: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, scale: float | None, dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks, also of rows that are parts of wider ones; the scale of a layer's values may be another.
 
-    Mixed ones to the last bits of sums in float32.
+    Mixed ones to the last bits of sums in float32; also where the matrix is made of several.
     """
     monkeypatch.setattr(page_format, "CACHE_BLOCK", 100)
-    rows = random_rows(2, 3, 5, 2, kind=kind, head_dim=12, own_scales=scale is None, draw=seeded(0)).flatten(3)
+    rows = random_rows(2, 3, 5, 2, kind=kind, head_dim=dim, own_scales=scale is None, draw=seeded(0)).flatten(3)
     keys, values = rows.chunk(2, -1)
-    how = format_of(kind, 12, dtype, None if scale is None else (scale, 7.0))
+    how = format_of(kind, dim, dtype, None if scale is None else (scale, 7.0))
     for part, factor in ((keys, scale), (values, None if scale is None else 7.0)):
         read = how.decode_keys(part, None if factor is None else torch.tensor(factor))
-        right = meant(part, kind, 12, factor).float().to(dtype)
+        right = meant(part, kind, dim, factor)
+        assert read.dtype == dtype and part.shape[-1] == how.row_bytes
         if kind in MIXINGS:
-            torch.testing.assert_close(read, right, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6)
+            rtol = 1e-5 if dtype == torch.float32 else 2**-8
+            torch.testing.assert_close(read.double(), right, rtol=rtol, atol=1e-6)
         else:
-            assert read.dtype == dtype and torch.equal(read, right)
+            assert torch.equal(read, right.float().to(dtype))
 
 
 @pytest.mark.parametrize(("kind", "scale"), SCALED)
@@ -67,21 +70,6 @@ def test_halves_are_rounded_as_vllm_does() -> None:
     numbers = torch.tensor([[127.0, 0.5, -0.5, 1.5, -1.5, 2.5, -2.5, 0.49]])
     rows = replace(format_of("int8", 8, torch.float32), mixing=None).encode_keys(numbers)
     assert rows[:, :8].view(torch.int8).tolist() == [[127, 1, -1, 2, -2, 3, -3, 0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_four_bits_are_read_as_what_they_stand_for(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bits of sums in float32; also where the matrix is made of several."""
-    monkeypatch.setattr(page_format, "CACHE_BLOCK", 100)
-    for dim in (16, 24):
-        rows = random_rows(2, 3, 5, 2, kind=INT4, head_dim=dim, own_scales=True, draw=seeded(0)).flatten(3)
-        how = format_of(INT4, dim, dtype)
-        for part in rows.chunk(2, -1):
-            read = how.decode_keys(part)
-            assert read.dtype == dtype and part.shape[-1] == how.row_bytes == dim // 2 + 4
-            right = meant(part, INT4, dim)
-            rtol = 1e-5 if dtype == torch.float32 else 2**-8
-            torch.testing.assert_close(read.double(), right, rtol=rtol, atol=1e-6)
 
 
 def test_mixed_numbers_are_stored_as_the_nearest_of_sixteen() -> None:

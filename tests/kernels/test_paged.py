@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from keepset.kernels.softmax import Softmax
 from tests.kernels.packed import KINDS as PACKED
 from tests.kernels.packed import Packed
 from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
-from tests.kernels.test_attention import TOLERANCE, seeded
+from tests.kernels.test_attention import TOLERANCE, attention_of, seeded
 from tests.paged.allocator import Row
 from tests.tiers import FULL
 
@@ -131,15 +133,32 @@ def expected(
                 layer, *there = at(slot, size, kv_heads, blocks)
                 entries.append(case.caches[layer][tuple(there)].double())
                 added.append(float(case.bias[layer, slot % case.bias.shape[1]]) if biased and i < kept else 0.0)
-            numbers, biases = torch.stack(entries), torch.tensor(added, dtype=torch.float64)
+            numbers, biases = torch.stack(entries), torch.tensor(added)
             for query in range(head * group, (head + 1) * group):
-                logits = numbers[:, keys] @ queries[place, query].double() * softmax.scaling
-                if softmax.softcap is not None:
-                    logits = softmax.softcap * (logits / softmax.softcap).tanh()
-                weights = (logits + biases).exp()
-                beside = 0.0 if softmax.sinks is None else math.exp(softmax.sinks[query])
-                output[place, query] = weights @ numbers[:, values] / (weights.sum() + beside)
+                products = numbers[:, keys] @ queries[place, query].double() * softmax.scaling
+                output[place, query] = attention_of(products, softmax, query, biases) @ numbers[:, values]
     return output
+
+
+def stored_as(
+    case: Case, kind: str, scales: tuple[float, float] | None, dtype: torch.dtype, draw: torch.Generator
+) -> tuple[list[Any], Any]:
+    """Caches of other entries in a quantised or packed format, and the format; the case holds what they stand for."""
+    if kind in PACKED:
+        packed = Packed.like(case.caches, kind, dtype, draw)
+        case.caches = packed.caches
+        return packed.parts, packed.format
+    stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, draw)
+    return stored, replace(how, dtype=dtype)
+
+
+def new_places(case: Case, tokens: PagedTokens) -> Iterator[tuple[int, int, int, tuple[int, int, int]]]:
+    """For each new token and KV head its index, its place in the step, the head, and block, head and offset of it."""
+    blocks, kv_heads, size, _ = case.caches[0].shape
+    for index, (place, row, length) in enumerate(numbered(tokens)):
+        for head in range(kv_heads) if length else ():
+            ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
+            yield index, place, head, at(slot, size, kv_heads, blocks)[1:]
 
 
 SHAPES = [
@@ -174,19 +193,26 @@ def test_attention_is_that_of_every_entry(
         from keepset.kernels.triton import paged
 
         monkeypatch.setattr(paged, "LEAST_PART", 64)  # so that heads are cut
-    (kv_heads, group, size, dim, dtype), new = shape, [1, 3, 1, 1, 0, 2]
-    case = Case.draw(LENGTHS, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, dtype)
+    check_attention(shape, listed, biased, softmax_of(shape, capped))
+
+
+def check_attention(
+    shape: Shape, listed: bool, biased: bool, softmax: Softmax, stored: tuple[str, Any] | None = None
+) -> None:
+    """Attention of decoded tokens, or of some tokens of a step, which leaves the output of the others as it is."""
+    (kv_heads, group, size, dim, dtype), new = shape, [1, 18 if stored else 3, 1, 1, 0, 2]
+    new = new if listed else [min(length, 1) for length in LENGTHS]
+    case = Case.draw(LENGTHS, new, kv_heads, size, dim, torch.float32 if stored else dtype)
+    caches, how = stored_as(case, *stored, dtype, seeded(2)) if stored else (case.caches, None)
     tokens, count = case.tokens(listed), sum(new) if listed else len(LENGTHS)
     # As a part of what a projection makes of all.
     queries = torch.randn(count, kv_heads * group + 2, dim, generator=seeded(1)).to(dtype)[:, : kv_heads * group]
     output = torch.full((count, kv_heads * group, dim), 7.0, dtype=dtype)
-    softmax = softmax_of(shape, capped)
-    paged_attention(queries, case.caches, 1, tokens, case.layout, softmax, output, case.bias if biased else None)
+    paged_attention(queries, caches, 1, tokens, case.layout, softmax, output, case.bias if biased else None, how)
     right = expected(case, queries, tokens, softmax, biased)
-    if listed:  # the others are left alone
-        others = sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})
-        assert others
-        right[others] = 7.0
+    others = sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})
+    assert bool(others) is listed
+    right[others] = 7.0
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
@@ -212,53 +238,18 @@ def test_attention_over_latents_is_that_of_every_entry(
 
 @pytest.mark.few
 @pytest.mark.cross
-@pytest.mark.parametrize(("kind", "scales", "listed"), [*((*each, False) for each in ALL_FORMATS), (INT4, None, True)])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]])
+@pytest.mark.parametrize(("kind", "scales"), [*ALL_FORMATS, *((kind, None) for kind in PACKED)])
+@pytest.mark.parametrize("shape", [(2, 3, 16, 80, torch.float32), (1, 8, 32, 128, BF16), (3, 1, 16, 64, BF16)])
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("biased", [True, False])
 def test_attention_over_quantised_pages_is_that_of_what_they_stand_for(
     implementation: str, shape: Shape, kind: str, scales: tuple[float, float] | None, listed: bool, biased: bool
 ) -> None:
-    """Of some tokens of a step, if they are listed, which leaves the output of the others as it is."""
-    (kv_heads, group, size, dim, dtype), new = shape, [1, 18, 1, 1, 0, 2]
-    new = new if listed else [min(length, 1) for length in LENGTHS]
-    case = Case.draw(LENGTHS, new, kv_heads, size, dim, torch.float32)
-    stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, seeded(2))
-    tokens, count = case.tokens(listed), sum(new) if listed else len(LENGTHS)
-    queries = torch.randn(count, kv_heads * group, dim, generator=seeded(1)).to(dtype)
-    output = torch.full(queries.shape, 7.0, dtype=dtype)
-    how = replace(how, dtype=dtype)
-    softmax = softmax_of(shape, capped=biased)
-    paged_attention(queries, stored, 1, tokens, case.layout, softmax, output, case.bias if biased else None, how)
-    right = expected(case, queries, tokens, softmax, biased)
-    if listed:
-        others = sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})
-        assert others
-        right[others] = 7.0
-    torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
-
-
-@pytest.mark.few
-@pytest.mark.cross
-@pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize("shape", [(2, 3, 16, 80, torch.float32), (1, 8, 32, 128, BF16), (3, 1, 16, 64, BF16)])
-@pytest.mark.parametrize("listed", [False, True])
-def test_attention_over_packed_pages_is_that_of_what_they_stand_for(
-    implementation: str, shape: Shape, kind: str, listed: bool
-) -> None:
-    (kv_heads, group, size, dim, dtype), new = shape, [1, 18, 1, 1, 0, 2]
+    kv_heads, group, size, dim, dtype = shape
     if kind.endswith("swizzled") and dim % 64:
         dim = 64
-    new = new if listed else [min(length, 1) for length in LENGTHS]
-    case = Case.draw(LENGTHS, new, kv_heads, size, dim, torch.float32)
-    packed = Packed.like(case.caches, kind, dtype, seeded(2))
-    case.caches = packed.caches
-    tokens, count = case.tokens(listed), sum(new) if listed else len(LENGTHS)
-    queries = torch.randn(count, kv_heads * group, dim, generator=seeded(1)).to(dtype)
-    output, softmax = torch.full(queries.shape, 7.0, dtype=dtype), softmax_of(shape, capped=listed)
-    paged_attention(queries, packed.parts, 1, tokens, case.layout, softmax, output, case.bias, packed.format)
-    right = expected(case, queries, tokens, softmax, biased=True)
-    right[sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})] = 7.0
-    torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
+    softmax = softmax_of(shape, capped=biased)
+    check_attention((kv_heads, group, size, dim, dtype), listed, biased, softmax, (kind, scales))
 
 
 @pytest.mark.few
@@ -274,10 +265,8 @@ def test_new_packed_entries_are_where_an_allocator_puts_them(implementation: str
     packed, number = Packed.like(case.caches, kind, torch.float32, seeded(2)), len(tokens.lengths)
     fresh = Packed.like([torch.zeros(-(-number // size), kv_heads, size, 2 * dim)], kind, torch.float32, seeded(5))
     right, source = packed.memory[1].clone(), fresh.memory[0]
-    for index, (_, row, length) in enumerate(numbered(tokens)):
-        for head in range(kv_heads) if length and (tokens.slots is None or index != 3) else ():
-            ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
-            place = at(slot, size, kv_heads, len(case.caches[1]))[1:]
+    for index, _, head, place in new_places(case, tokens):
+        if tokens.slots is None or index != 3:
             right[packed.where(*place)] = source[fresh.where(index // size, head, index % size)]
     append_stored(fresh.parts[0], packed.parts[1], tokens, case.layout)
     assert torch.equal(packed.memory[1], right)
@@ -302,10 +291,8 @@ def test_new_entries_are_quantised_where_they_are_written(
     right = cache.clone()
     rows = torch.cat([part.view(cache.dtype) for part in how.encode_entries(keys, values)], -1)
     tokens = case.tokens(False)
-    for place, row, length in numbered(tokens):
-        for head in range(kv_heads) if length else ():
-            ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
-            right[at(slot, size, kv_heads, len(cache))[1:]] = rows[place, head]
+    for _, token, head, place in new_places(case, tokens):
+        right[place] = rows[token, head]
     append_to_pages(keys, values, cache, tokens, case.layout, how)
     assert_same_rows(cache, right, how)
 
@@ -329,10 +316,8 @@ def test_new_entries_are_where_an_allocator_puts_them(implementation: str, shape
     keys, values = torch.randn(count, 2 * kv_heads, dim, generator=seeded(1)).to(dtype).chunk(2, 1)
     cache = case.caches[1]
     right = cache.clone()
-    for place, row, length in numbered(tokens):
-        for head in range(kv_heads) if length else ():
-            ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
-            right[at(slot, size, kv_heads, len(cache))[1:]] = torch.cat((keys[place, head], values[place, head]))
+    for _, token, head, place in new_places(case, tokens):
+        right[place] = torch.cat((keys[token, head], values[token, head]))
     append_to_pages(keys, values, cache, tokens, case.layout)
     assert not torch.equal(cache.nan_to_num(), torch.zeros_like(cache))
     assert torch.equal(cache.nan_to_num(9.0), right.nan_to_num(9.0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +15,11 @@ from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, Record
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.softmax import GroupReduction, Softmax
 from tests.kernels.packed import KINDS as PACKED
-from tests.kernels.packed import Packed
-from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
+from tests.kernels.quantised import ALL_FORMATS, INT4
 from tests.kernels.test_attention import seeded
-from tests.kernels.test_paged import Case, _slots, at
+from tests.kernels.test_paged import Case, _slots, at, stored_as
 from tests.kernels.test_window import TOLERANCE
+from tests.kernels.test_window import received as attention_received
 
 LENGTHS, NEW = [9, 21, 12, 1], [9, 1, 9, 1]
 """The second one shares pages, some of them in the other layer's cache; the fourth kept nothing."""
@@ -54,48 +53,33 @@ def place(case: Case, slot: int) -> tuple[int, int]:
 
 def expected(
     case: Case, queries: Tensor, received: ColumnTarget, unwritten: list[int]
-) -> dict[tuple[int, int, int, int], list[float]]:
+) -> dict[tuple[int, int, int, int], Tensor]:
     """By request, head, entry and slot the numbers of the second layer."""
     blocks, kv_heads, size, width = case.caches[0].shape
     group, sums = queries.shape[1] // kv_heads, {}
+    sinks = received.softmax.sinks
+    softmax = replace(received.softmax, sinks=None if sinks is None else sinks[1])
     for r, row in enumerate(case.rows):
         for head in range(kv_heads):
             slots, kept = _slots(row, head, size), int(case.layout.counts[r, 0, head])
-            numbers = group if received.sums_of == "each" else 1
-            made = [[BEFORE if i < len(slots) - unwritten[r] else 0.0] * numbers for i in range(len(slots))]
+            made = torch.zeros(len(slots), group if received.sums_of == "each" else 1, dtype=torch.float64)
+            made[: len(slots) - unwritten[r]] = BEFORE
             for n in range(queries.shape[2]):
                 last = int(received.last_visible[r, n])
                 seen = [i for i, (_, position) in enumerate(slots) if position <= last]
                 if received.positions is None:  # what was kept lies just before what came since
                     seen = [i for i in range(len(slots)) if i + row.length - len(slots) <= last]
-                keys, biases = [], []
-                for i in seen:
+                keys, biases = torch.zeros(len(seen), width // 2, dtype=torch.float64), torch.zeros(len(seen))
+                for row_of_keys, i in enumerate(seen):
                     layer, *there = at(slots[i][0], size, kv_heads, blocks)
-                    keys.append(case.caches[layer][tuple(there)][: width // 2].double())
-                    biased = received.bias is not None and i < kept
-                    biases.append(float(case.bias[place(case, slots[i][0])]) if biased else 0.0)
-                asking = queries[r, head * group : head * group + group, n].double()
-                scaling, cap, sinks = received.softmax.scaling, received.softmax.softcap, received.softmax.sinks
-                logits = [[float(key @ query) * scaling for key in keys] for query in asking]
-                if cap is not None:
-                    logits = [[cap * math.tanh(each / cap) for each in of_member] for of_member in logits]
-                logits = [[each + bias for each, bias in zip(of, biases, strict=True)] for of in logits]
-                lost = [] if sinks is None else sinks[1, head * group : head * group + group].tolist()
-                if received.sums_of == "largest":
-                    logits, lost = (
-                        [[max(members) for members in zip(*logits, strict=True)]],
-                        [max(lost)] if lost else [],
-                    )
-                for member, of_member in enumerate(logits):
-                    whole = [*of_member, *lost[member : member + 1]]
-                    most = max(whole, default=0.0)
-                    total = sum(math.exp(each - most) for each in whole)
-                    for i, each in zip(seen, of_member, strict=True):
-                        attention = math.exp(each - most) / total
-                        if numbers == group:
-                            made[i][member] += attention
-                        else:
-                            made[i][0] += attention / len(logits)
+                    keys[row_of_keys] = case.caches[layer][tuple(there)][: width // 2]
+                    if received.bias is not None and i < kept:
+                        biases[row_of_keys] = case.bias[place(case, slots[i][0])]
+                heads = range(head * group, head * group + group)
+                products = queries[r, heads, n].double() @ keys.T * softmax.scaling
+                paid = attention_received(products, softmax, heads, received.sums_of, biases)
+                for i, numbers in zip(seen, paid.T, strict=True):
+                    made[i] += numbers
             sums |= {(r, head, i, slots[i][0]): each for i, each in enumerate(made)}
     return sums
 
@@ -133,9 +117,9 @@ def test_sums(
     rights = [None if of is None else torch.full_like(of, BEFORE, dtype=torch.float64) for of in own]
     for (row, head, i, slot), each in expected(case, few, received, unwritten).items():
         if own and (of := rights[row]) is not None:
-            of[1, head, i] = torch.tensor(each).view(of.shape[3:])
+            of[1, head, i] = each.view(of.shape[3:])
         else:
-            right[place(case, slot)] = torch.tensor(each).view(right.shape[2:])
+            right[place(case, slot)] = each.view(right.shape[2:])
     torch.testing.assert_close(columns.double(), right, **TOLERANCE[dtype])
     for of, made in zip(rights, own, strict=True):
         if of is not None and made is not None:
@@ -151,20 +135,13 @@ def test_sums_over_quantised_pages(
 ) -> None:
     kv_heads, size, dim, group = 2, 4, 64 if kind in PACKED else 24 if kind == INT4 else 12, 3
     case, draw, rows = Case.draw(LENGTHS, NEW, kv_heads, size, dim, torch.float32), seeded(4), len(LENGTHS)
-    stored: list[Any]
-    how: Any
-    if kind in PACKED:
-        packed = Packed.like(case.caches, kind, dtype, draw)
-        stored, case.caches, how = packed.parts, packed.caches, packed.format
-    else:
-        stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, draw)
+    stored, how = stored_as(case, kind, scales, dtype, draw)
     rings = torch.randn(1, rows, 3, kv_heads * group, dim, generator=draw).to(dtype)
     slots, at_places = torch.randperm(rows, generator=draw), torch.randint(3, (rows, 2), generator=draw)
     last = torch.tensor([[row.length - 2, row.length - 1] for row in case.rows])
     columns, unwritten = torch.full(case.bias.shape, BEFORE), [min(2, row.length) for row in case.rows]
     received = ColumnTarget(columns, last, torch.tensor(unwritten), Softmax(0.3), bias=case.bias)
     queries = RecordedQueries(rings, slots, at_places)
-    how = replace(how, dtype=dtype)
     add_received_in_pages(stored, range(1, 2), queries, in_pages(case, 2), received, [how])
     few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
     right = torch.full_like(columns, BEFORE, dtype=torch.float64)

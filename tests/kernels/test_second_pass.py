@@ -17,7 +17,7 @@ from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pas
 from keepset.kernels.softmax import Softmax
 from tests.kernels.interpreter import on_operators
 from tests.kernels.test_attention import attention_of, other_softmax
-from tests.methods.naive import EXACT, dot, softmax
+from tests.methods.naive import EXACT
 from tests.tiers import examples
 
 NAMES = {"sum", "max", "square"}
@@ -32,21 +32,30 @@ def pair(seed: int, heads: int, n: int, value_dim: int) -> tuple[Tensor, Tensor]
     return random(seed, heads, n, 4), random(seed + 1, heads, n, value_dim)
 
 
-def naive(
-    queries: Tensor, entries: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
-) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
-    """Output `[query_heads][n]`, and attention to the entries `[query_heads][n][entries]`."""
-    group, cached = len(queries) // len(entries[0]), entries[0].shape[1]
-    outputs, attentions = [], []
-    for head, rows in enumerate(queries.double().tolist()):
+def check(
+    made: tuple[Tensor, dict[str, Tensor]],
+    queries: Tensor,
+    entries: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    softmax: Softmax,
+    scope: SoftmaxScope | None = None,
+) -> None:
+    """Output, and columns of attention to the entries, against attention number by number."""
+    output, received = made
+    (heads, n, _), cached = queries.shape, entries[0].shape[1]
+    group, paid = heads // len(entries[0]), torch.zeros(heads, n, cached, dtype=torch.float64)
+    for head, i in product(range(heads), range(n)):
         keys, values = (
-            torch.cat([a[head // group], b[head // group]]).double().tolist() for a, b in zip(entries, own, strict=True)
+            torch.cat([a[head // group], b[head // group, : i + 1]]).double() for a, b in zip(entries, own, strict=True)
         )
-        seen = [softmax([dot(query, key) * scaling for key in keys[: cached + i + 1]]) for i, query in enumerate(rows)]
-        sizes = range(len(values[0]))
-        outputs.append([[sum(w * v[d] for w, v in zip(of, values, strict=False)) for d in sizes] for of in seen])
-        attentions.append([weights[:cached] for weights in seen])
-    return outputs, attentions
+        products = keys @ queries[head, i].double() * softmax.scaling
+        expected = attention_of(products, softmax, head) @ values
+        torch.testing.assert_close(output[head, i].double(), expected, **EXACT)
+        sinks, start, stop = scope or (0, 0, cached)
+        seen = [*range(sinks), *range(start, stop), *range(cached, cached + i + 1)]
+        paid[head, i, start:stop] = attention_of(products[seen], softmax, head)[sinks : sinks + stop - start]
+    for name, right in {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}.items():
+        torch.testing.assert_close(received[name].double(), right, **EXACT)
 
 
 @examples(60)
@@ -61,14 +70,10 @@ def test_attention_and_its_columns(sizes: tuple[int, int, int, int, int, int], r
     entries = random(seed + 1, kv_heads, cached, head_dim), random(seed + 2, kv_heads, cached, value_dim)
     own = random(seed + 3, kv_heads, n, head_dim), random(seed + 4, kv_heads, n, value_dim)
     with patch.object(second_pass, "_LEAST_ROWS", rows), patch.object(second_pass, "PRODUCT_BLOCK", 1):
-        output, received = second_pass_attention(queries, entries, own, Softmax(0.7), NAMES)
+        made = second_pass_attention(queries, entries, own, Softmax(0.7), NAMES)
         few = second_pass_attention(queries, entries, own, Softmax(0.7), {"max"})[1]
-    outputs, attentions = naive(queries, entries, own, 0.7)
-    torch.testing.assert_close(output.double(), torch.tensor(outputs, dtype=torch.float64), **EXACT)
-    paid = torch.tensor(attentions, dtype=torch.float64)
-    for name, expected in {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}.items():
-        torch.testing.assert_close(received[name].double(), expected, **EXACT)
-    assert list(few) == ["max"] and torch.equal(few["max"], received["max"])  # only what is asked for
+    check(made, queries, entries, own, Softmax(0.7))
+    assert list(few) == ["max"] and torch.equal(few["max"], made[1]["max"])  # only what is asked for
 
 
 @pytest.mark.parametrize("value_dim", [4, 3])
@@ -88,20 +93,8 @@ def test_as_kernels_of_a_gpu_make_it(triton_interpreted: None, value_dim: int) -
 def test_caps_and_sinks(implementation: str, kind: int, scope: SoftmaxScope | None) -> None:
     """In a narrower softmax a sink still has its part."""
     queries, own, entries, softmax = random(0, 6, 5, 4), pair(1, 2, 5, 4), pair(3, 2, 11, 4), other_softmax(6)[kind]
-    output, received = second_pass_attention(queries, entries, own, softmax, NAMES, [PackedSequence(5, scope)])
-    paid = torch.zeros(6, 5, 11, dtype=torch.float64)
-    for head, i in product(range(6), range(5)):
-        keys, values = (
-            torch.cat([a[head // 3], b[head // 3, : i + 1]]).double() for a, b in zip(entries, own, strict=True)
-        )
-        products = keys @ queries[head, i].double() * softmax.scaling
-        expected = attention_of(products, softmax, head) @ values
-        torch.testing.assert_close(output[head, i].double(), expected, **EXACT)
-        sinks, start, stop = scope or (0, 0, 11)
-        seen = [*range(sinks), *range(start, stop), *range(11, 11 + i + 1)]
-        paid[head, i, start:stop] = attention_of(products[seen], softmax, head)[sinks : sinks + stop - start]
-    for name, right in {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}.items():
-        torch.testing.assert_close(received[name].double(), right, **EXACT)
+    made = second_pass_attention(queries, entries, own, softmax, NAMES, [PackedSequence(5, scope)])
+    check(made, queries, entries, own, softmax, scope)
 
 
 @pytest.mark.parametrize("blocks", [1, 2**18])

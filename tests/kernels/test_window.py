@@ -29,32 +29,40 @@ ROUNDED = {torch.float32: dict(rtol=0.02, atol=1e-5), torch.bfloat16: dict(rtol=
 """Of 8 and 4 bits: a GPU's product takes keys in the queries' type."""
 
 
+def received(
+    products: Tensor, softmax: Softmax, heads: range, sums_of: GroupReduction, bias: Tensor | float = 0.0
+) -> Tensor:
+    """What entries receive of one query by its heads, `[numbers, entries]`.
+
+    Args:
+        products: of a KV head's query heads with the entries that the query sees, scaled, `[group, entries]`.
+        softmax: of all query heads.
+        heads: the group's, among all query heads.
+        sums_of: what is added up of a group.
+        bias: of each entry.
+    """
+    if sums_of == "largest":
+        sinks = None if softmax.sinks is None else softmax.sinks[heads.start : heads.stop].amax(0, keepdim=True)
+        return attention_of(products.amax(0), replace(softmax, sinks=sinks), 0, bias)[None]
+    each = torch.stack([attention_of(row, softmax, head, bias) for head, row in zip(heads, products, strict=True)])
+    return each if sums_of == "each" else each.mean(0, keepdim=True)
+
+
 def expected(
-    queries: Tensor, packed: PackedHeads, kv_heads: int, last: Tensor, scaling: float | Softmax, sums_of: GroupReduction
+    queries: Tensor, packed: PackedHeads, kv_heads: int, last: Tensor, softmax: Softmax, sums_of: GroupReduction
 ) -> Tensor:
     """The column; places that hold no entry stay as they are."""
-    group, softmax = queries.shape[1] // kv_heads, scaling if isinstance(scaling, Softmax) else Softmax(scaling)
-    column = torch.ones(len(packed.keys), *[group] * (sums_of == "each"), dtype=torch.float64)
+    group = queries.shape[1] // kv_heads
+    column = torch.ones(len(packed.keys), *sums_of.shape(group), dtype=torch.float64)
     for run, i in heads_of(packed):
         request, kv_head = divmod(run.first + i, kv_heads)
         place = torch.arange(run.count) + run.start + i * run.capacity
         for row in range(queries.shape[2]):
             seen = place[packed.positions[place] <= last[request, row]]
-            members = range(kv_head * group, (kv_head + 1) * group)
-            logits = [
-                packed.keys[seen].double() @ queries[request, of, row].double() * softmax.scaling for of in members
-            ]
-            own = softmax
-            if sums_of == "largest":
-                logits, members = [torch.stack(logits).amax(0)], range(kv_head, kv_head + 1)
-                sinks = None if softmax.sinks is None else softmax.sinks.view(kv_heads, group).amax(1)
-                own = replace(softmax, sinks=sinks)
-            bias = torch.zeros(len(seen)) if packed.bias is None else packed.bias[seen]
-            for number, (of, each) in enumerate(zip(members, logits, strict=True)):
-                if sums_of == "each":
-                    column[seen, number] += attention_of(each, own, of, bias)
-                else:
-                    column[seen] += attention_of(each, own, of, bias) / len(logits)
+            heads = range(kv_head * group, (kv_head + 1) * group)
+            products = queries[request, heads, row].double() @ packed.keys[seen].double().T * softmax.scaling
+            bias = 0.0 if packed.bias is None else packed.bias[seen]
+            column[seen] += received(products, softmax, heads, sums_of, bias).T.reshape(-1, *column.shape[1:])
     return column
 
 
@@ -129,13 +137,9 @@ def test_sums_of_heads_that_lie_apart(
     for head, row in product(range(heads), range(n)):
         seen = positions[head] <= last[head, row]
         seen = (seen if valid is None else seen & valid[head]).nonzero()[:, 0]
-        logits = [keys[head, seen].double() @ query.double() * whole.scaling for query in queries[head, :, row]]
-        of_head, own = range(head * group, (head + 1) * group), whole
-        if sums_of == "largest":
-            sinks = None if whole.sinks is None else whole.sinks.view(heads, group).amax(1)
-            own, logits, of_head = replace(whole, sinks=sinks), [torch.stack(logits).amax(0)], range(head, head + 1)
-        for number, (of, each) in enumerate(zip(of_head, logits, strict=True)):
-            right[head, number, seen] += attention_of(each, own, of, 0.0 if bias is None else bias[head, seen])
+        products = queries[head, :, row].double() @ keys[head, seen].double().T * whole.scaling
+        own = 0.0 if bias is None else bias[head, seen]
+        right[head][:, seen] += received(products, whole, range(head * group, (head + 1) * group), sums_of, own)
     torch.testing.assert_close(sums.double(), right, **TOLERANCE[dtype])
 
 
