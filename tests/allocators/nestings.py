@@ -13,8 +13,7 @@ from torch import Tensor
 from keepset import METHODS, Budget, Method
 from keepset.core.method import Allocator
 from keepset.errors import RecipeError
-from tests.methods.naive import Shape, observe
-from tests.methods.test_properties import SMALL
+from tests.methods.naive import SMALL, Shape, observe
 
 Nesting = tuple[str, ...]
 """Names of methods, the outermost first."""

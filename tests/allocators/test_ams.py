@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepset import Budget, Observation, Recipe
 from keepset.allocators.ams import AMS
 from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, sums, top_of_segments, trimmed
-from keepset.core.features.moments import QueryDistribution, QueryMoments
-from keepset.core.keep_set import LayerKeepSet
 from keepset.methods.tova import TOVA
 from tests.methods.naive import EXACT, Given, Shape, every_shape, heads_of, kept, length_of, observe, window_attention
 from tests.tiers import examples
@@ -444,14 +442,6 @@ def test_a_region_of_low_scores_is_not_wiped_out() -> None:
     assert all(regions) and len(ams) == 40
 
 
-def test_it_nests() -> None:
-    observation, small = observe(Shape((120,), 3, 2, 8, 8)), "window=8, segment_mass=0.2, min_segment=8, max_segment=64"
-    adaptive = Recipe.parse(f"adakv(ams(tova, {small}), keep=60)")
-    assert adaptive.select(observation).entries == 3 * 60
-    pyramid = Recipe.parse(f"ams(pyramid(snapkv(window=8)), {small}, keep=60)")
-    assert list(map(len, heads_of(pyramid.method, observation, pyramid.budget))) == [60] * 3
-
-
 class Counted(TorchDispatchMode):
     """Counts operations, and what would make a device wait."""
 
@@ -486,37 +476,3 @@ def test_an_event_does_not_wait_for_a_device_nor_loop_over_heads() -> None:
     assert calls[0] == calls[1] == calls[2]
     for name in calls[0]:
         assert not any(wait in name for wait in Counted.WAITS), name
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("scorer", ["tova", "expected_attention", "snapkv", "keydiff", "knorm", "r_kv", "rpc"])
-def test_nothing_is_asked_of_a_device(scorer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without contents run through a whole choice: whatever needed a value would fail."""
-
-    @dataclass
-    class Chosen(Exception):  # noqa: N818
-        mask: torch.Tensor
-        state: dict[str, torch.Tensor]
-
-    def chosen(layer: int, mask: torch.Tensor, *rest: Any) -> None:
-        raise Chosen(mask, rest[2])
-
-    monkeypatch.setattr(LayerKeepSet, "from_mask", chosen)
-    made = observe(Shape((200, 200), 2, 2, 8, 8), window=16)
-    moments = made[QueryMoments(4)]
-    bare = QueryDistribution(moments.mean.to("meta"), moments.covariance.to("meta"), lambda rows, future: rows)
-    assert made.queries is not None
-    observation = Observation(
-        keys=made.keys.to("meta"),
-        values=made.values.to("meta"),
-        queries=made.queries.to("meta"),
-        features={QueryMoments(4): bare},
-    )
-    recipe = Recipe.parse(f"ams({scorer}, window=8, keep=80)")
-    method, budget = recipe.method, recipe.budget
-    quotas = method.quotas(observation.sizes, budget)
-    ranking = method.ranked(observation, budget, quotas)
-    with pytest.raises(Chosen) as caught:
-        method.choose(ranking)
-    assert caught.value.mask.is_meta and caught.value.mask.shape == observation.valid.shape
-    assert caught.value.state["credit"].is_meta

@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset import Budget, Method, Observation, Recipe
+from keepset import Budget, Method, Recipe
 from keepset.allocators.pool import Composite, Pool
-from keepset.allocators.presets import Glance, KVCompose, Preset, Reread
-from keepset.core.features.attention import PromptQueryAttention
-from keepset.methods.prompt_queries import PromptQueries
+from keepset.allocators.presets import KVCompose, Preset
 from keepset.methods.second_pass import SecondPassAttention
 from tests.allocators.formulas import budgets, composite, given_scores, pool
 from tests.methods.formulas import naive_scores, observed
-from tests.methods.naive import Given, Shape, observe, sets_of
+from tests.methods.naive import Given, Shape, sets_of
 from tests.tiers import examples
 
 options_of_kvcompose = st.fixed_dictionaries(
@@ -54,30 +51,6 @@ def test_equations_14_to_24(budget: Budget, shape: Shape, layers: int, options: 
         composition: Any = method.composition
         expected = (composite if options["structured"] else pool)(scores, budget, composition)
         assert sets_of(method, observations, budget, request) == expected
-
-
-@examples(40)
-@given(
-    budget=budgets(),
-    shape=shapes(),
-    layers=st.integers(1, 4),
-    seed=st.integers(0, 99),
-    recipe=st.sampled_from([(Glance(), PromptQueries(stride=4)), (Reread(), PromptQueries(second_pass=True))]),
-)
-def test_glance_and_reread_are_one_pool_of_prompt_queries(
-    budget: Budget, shape: Shape, layers: int, seed: int, recipe: tuple[Preset, PromptQueries]
-) -> None:
-    method, scorer = recipe
-    size = (layers, shape.batch, shape.kv_heads * shape.group, shape.entries)
-    squares = torch.rand(size, generator=torch.Generator().manual_seed(seed))
-    asked = PromptQueryAttention(scorer.stride)
-    observations = [
-        observe(shape, seed=seed + i, layer=i, layers=range(layers), features={asked: squares[i]})
-        for i in range(layers)
-    ]
-    for request in range(shape.batch):
-        scores = [naive_scores(scorer, observation, request) for observation in observations]
-        assert sets_of(method, observations, budget, request) == pool(scores, budget, Pool(scorer))
 
 
 @pytest.mark.parametrize(
@@ -126,50 +99,3 @@ RICH, POOR, ALIKE = [[5.0 + i for i in range(10)]], [[0.1 * i for i in range(10)
 def test_what_layers_get(method: Method, layers: tuple[list[list[float]], ...], keep: int, counts: list[int]) -> None:
     found = method.select_all(given_scores(*layers), Budget(keep)).counts[:, 0]
     assert found.tolist() == [[count] * found.shape[1] for count in counts]
-
-
-@examples(60)
-@given(
-    held=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4),
-    seed=st.integers(0, 99),
-    keep=st.integers(1, 40),
-    floor=st.sampled_from([0.0, 0.2, 1.0]),
-)
-def test_heads_that_hold_different_numbers_share_what_there_is(
-    held: list[tuple[int, int]], seed: int, keep: int, floor: float
-) -> None:
-    """At an event after others heads hold different numbers of entries."""
-    length, observations = 20, []
-    for layer, numbers in enumerate(held):
-        most = max(numbers)
-        places = torch.arange(most).expand(1, 2, -1)
-        valid = places < torch.tensor(numbers)[:, None]
-        plain = observe(Shape((most,), 2, 2, 3, 3), layer=layer, layers=range(len(held)), seed=seed)
-        observations.append(
-            Observation(
-                keys=plain.keys,
-                values=plain.values,
-                positions=(places + length - torch.tensor(numbers)[:, None]).where(valid, 0),
-                valid=valid,
-                lengths=torch.tensor([length]),
-                layer=layer,
-                layers=range(len(held)),
-                state={"scores": torch.randn(1, 2, most, generator=torch.Generator().manual_seed(seed + layer))},
-            )
-        )
-    budget = Budget(keep, recent=min(keep, 3))
-    pooled, tokens = (
-        kind(Given(), floor=floor).select_all(observations, budget).counts[:, 0].tolist() for kind in (Pool, Composite)
-    )
-    assert sum(map(sum, pooled)) == min(2 * keep * len(held), sum(map(sum, held)))
-    assert sum(map(max, tokens)) <= min(keep * len(held), sum(-(-sum(numbers) // 2) for numbers in held))
-    for in_pool, of_tokens, numbers in zip(pooled, tokens, held, strict=True):
-        assert of_tokens[0] == of_tokens[1] or min(of_tokens) == min(numbers)
-        for found in (in_pool, of_tokens):
-            assert all(1 <= count <= number for count, number in zip(found, numbers, strict=True))
-
-
-def test_a_layer_alone_keeps_what_it_was_asked_for() -> None:
-    for method in (KVCompose(), KVCompose(structured=False), Pool(SecondPassAttention(chunk=0))):
-        observation = observed(SecondPassAttention(chunk=0), Shape((30, 21), 2, 3, 4, 4))
-        assert method.select(observation, Budget(7)).counts.sum(-1).tolist() == [[14, 14]]

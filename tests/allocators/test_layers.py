@@ -136,13 +136,6 @@ def test_the_best_of_all_parts_are_counted(
         assert found == naive_pool(values, total, least)
 
 
-def test_requests_are_counted_by_themselves() -> None:
-    values = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
-    total, least = torch.tensor([5, 2, 16]), torch.tensor([[1, 0], [0, 1], [2, 2]])
-    alone = [pooled_counts(*(part[row : row + 1] for part in (values, total, least))) for row in range(3)]
-    assert torch.equal(pooled_counts(values, total, least), torch.cat(alone))
-
-
 @examples(80)
 @given(
     keep=st.integers(1, 30) | st.integers(1, 100).map(lambda percent: percent / 100) | st.none(),
@@ -298,12 +291,6 @@ def test_with_a_window_it_is_the_form_of_kvpress(
 def test_windows_by_hand(keep: int, length: int, layers: int, kept: list[int]) -> None:
     method = Pyramid(Knorm(), window=64)
     assert counts(method, model(Shape((length,), 1, 1, 1, 1), layers), Budget(keep)) == kept
-
-
-def test_requests_of_a_batch_have_schedules_of_their_own() -> None:
-    for request, length in enumerate((100, 24)):
-        alone = counts(Pyramid(Knorm()), model(Shape((length,), 2, 2, 3, 3), 5), Budget(20))
-        assert counts(Pyramid(Knorm()), model(Shape((100, 24), 2, 2, 3, 3), 5), Budget(20), request) == alone
 
 
 @pytest.mark.parametrize("heads", [(3, 2), (1, 4)], ids=["gqa", "mqa"])

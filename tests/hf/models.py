@@ -24,10 +24,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 import keepset
 from keepset.core.method import Allocator
-from keepset.core.statistics import offer, save
+from keepset.core.statistics import Statistics, offer, save
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
-from tests.methods.naive import random_modules, random_predictor
+from tests.methods.naive import SMALL, random_modules, random_predictor
 from tests.on_gpu import GPU
 
 torch.set_num_threads(1)
@@ -98,7 +98,6 @@ MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", dict(partial_rotary_factor=0.25)),
     "glm4": ("glm4", dict(head_dim=16)),
     "granite": ("granite", dict(attention_multiplier=0.3, residual_multiplier=0.5)),
-    "cohere": ("cohere", {}),
     "cohere2": ("cohere2", _HYBRID),
     "starcoder2": ("starcoder2", dict(sliding_window=None)),
     "mixtral": ("mixtral", dict(num_local_experts=4, sliding_window=None, **_EXPERTS)),
@@ -113,12 +112,17 @@ MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny(name: str) -> Any:
     """A tiny random model; weights large enough that attention is far from uniform, norms and biases that matter."""
     kind, overrides = {**ARCHITECTURES, **HYBRIDS, **MORE_ARCHITECTURES}[name]
-    options = {k: v for k, v in {**_COMMON, **overrides}.items() if v is not None or k in _MAY_BE_NONE}
     torch.manual_seed(0)
-    model = with_random_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval())
+    model = with_random_weights(untrained(kind, **overrides))
     model.config.name_or_path = str(tokenizer(f"tiny-{name}", "U:{{ messages[0]['content'] }}.A:"))
     offer(model.config.name_or_path, lambda: statistics(name))
     return model
+
+
+def untrained(kind: str, **overrides: Any) -> Any:
+    """A tiny model of a type, as transformers begins to train it."""
+    options = {k: v for k, v in {**_COMMON, **overrides}.items() if v is not None or k in _MAY_BE_NONE}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
 
 
 def with_random_weights(model: Any) -> Any:
@@ -146,20 +150,25 @@ def statistics(name: str) -> Path:
     """A file of a tiny model's statistics."""
     path = Path(tempfile.mkdtemp()) / f"{name}.safetensors"
     atexit.register(shutil.rmtree, path.parent)
-    measured = measure(tiny(name), Corpus([prompt(1, 30, seed)[0] for seed in (5, 6)], "0", 0))
+    save(with_networks(tiny(name)), path)
+    return path
+
+
+def with_networks(model: Any) -> Statistics:
+    """Statistics of a model on random texts, with random gates, networks and modules."""
+    measured = measure(model, Corpus([prompt(1, 30, seed)[0] for seed in (5, 6)], "0", 0))
     draw = torch.Generator().manual_seed(0)
     gates = {index: torch.rand(len(layer.direction), generator=draw) for index, layer in measured.layers.items()}
     predictors = {
         index: random_predictor(*layer.direction.shape[:1], 2 * layer.direction.shape[1], draw)
         for index, layer in measured.layers.items()
     }
-    hidden_size = tiny(name).config.get_text_config(decoder=True).hidden_size
+    hidden_size = model.config.get_text_config(decoder=True).hidden_size
     modules = {
         index: random_modules(len(layer.direction), hidden_size, draw) for index, layer in measured.layers.items()
     }
     hidden = {kind: {index: each[kind] for index, each in modules.items()} for kind in ("kvzap", "fast_kvzip")}
-    save(replace(measured, retrieval=gates, predictors=predictors, hidden=hidden), path)
-    return path
+    return replace(measured, retrieval=gates, predictors=predictors, hidden=hidden)
 
 
 def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
@@ -245,12 +254,13 @@ def refusal(words: str) -> Iterator[None]:
 
 
 @contextmanager
-def hidden_states(model: Any) -> Iterator[dict[int, Tensor]]:
-    """Collect what enters each attention module while a model runs, `[tokens, hidden]` of its first request."""
-    found: dict[int, Tensor] = {}
+def hidden_states(model: Any) -> Iterator[dict[int, list[Tensor]]]:
+    """Collect what enters each attention module while a model runs, `[requests, tokens, hidden]` of each forward."""
+    found: dict[int, list[Tensor]] = {}
 
     def see(module: Any, args: Any, kwargs: Any) -> None:
-        found[module.layer_idx] = kwargs["hidden_states"][0]
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        found.setdefault(module.layer_idx, []).append(hidden.detach().clone())
 
     modules = [module for module in model.modules() if hasattr(module, "q_proj")]
     hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]
@@ -316,24 +326,17 @@ LAYOUTS = {
 
 def recipe(method: str, keep: int | float) -> str:
     """The text of a recipe for any registered method, sized for tiny prompts."""
-    parameters = {
-        "snapkv": "window=5, kernel=3, ",
-        "rpc": "window=5, kernel=3, ",
-        "compilerkv": "window=5, elastic=False, ",  # no threshold: what stays is what keep says
-        "r_kv": "window=5, kernel=3, ",
-        "lagkv": "lag=5, skip=2, ",
-        "chunkkv": "chunk=5, ",
-        "zigzag": "window=5, ",
-        "dynamic": "interval=3, ",
-        "ams": "window=5, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, ",
-        "expected_attention": "future=16, ",
-        "match": "window=5, ",
-        "gvote": "p_nuc=1.0, future=16, ",  # everything has a vote: what stays is what keep says
-    }.get(method, "")
+    parameters = "".join(f"{name}={value!r}, " for name, value in SMALL.get(method, {}).items())
     if issubclass(keepset.METHODS[method], Allocator):
         parameters = "snapkv(window=4), " + parameters
     always = "sinks=2, recent=4, " if method in ("ams", "duo_attention", "kvzap", "fast_kvzip") else ""
     return f"{method}({parameters}{always}keep={keep})"
+
+
+def kept_of(keep_set: Any, request: int = 0) -> dict[int, list[list[int]]]:
+    """Return the positions that each head keeps of a request, by layer."""
+    heads = range(keep_set.counts.shape[-1])
+    return {layer: [keep_set.positions(layer, request, head).tolist() for head in heads] for layer in keep_set.layers}
 
 
 def same_keep_set(a: keepset.KeepSet, b: keepset.KeepSet) -> bool:

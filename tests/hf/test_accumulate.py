@@ -89,7 +89,7 @@ def naive(architecture: str, row: int, pad: int) -> list[Naive]:
         model(prompt(2, LENGTH)[row : row + 1, pad:], use_cache=False)
     model.set_attn_implementation(implementation)
     return [
-        Naive(layer.self_attn, model.model.rotary_emb, *PLAIN[index][:2], inputs[index])
+        Naive(layer.self_attn, model.model.rotary_emb, *PLAIN[index][:2], inputs[index][0][0])
         for index, layer in enumerate(model.model.layers)
     ]
 

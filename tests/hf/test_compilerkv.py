@@ -15,7 +15,7 @@ from keepset.core.tables import save
 from keepset.hf.fingerprint import sample
 from keepset.hf.prompt_session import Recorder
 from tests.core.test_tables import random_tables
-from tests.hf.models import full, generate, oracle_gap, padded_or_not, padded_prompt, prompt, same_keep_set, tiny
+from tests.hf.models import generate, oracle_gap, padded_or_not, padded_prompt, prompt, same_keep_set, tiny
 from tests.methods.test_compilerkv import check_theorem
 
 LENGTH, PADDING, NEW = 40, [0, 7], 8
@@ -49,16 +49,6 @@ def test_elastic_layers_are_as_if_masked(name: str, tables: str, padding: list[i
     counts = cache.keep_set.counts
     assert torch.equal(counts, counts[:, :, :1].expand_as(counts))
     assert int(counts.min()) < 33 and 5 < int(counts.max()) <= 36
-
-
-@by_model
-def test_a_full_budget_keeps_all(name: str, tables: str) -> None:
-    model, (ids, mask) = tiny(name), padded_prompt(PADDING, LENGTH)
-    cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, keep=1.0)")
-    assert torch.equal(
-        generate(model, ids, cache, mask, max_new_tokens=NEW).sequences,
-        full(model, ids, mask, max_new_tokens=NEW).sequences,
-    )
 
 
 @by_model

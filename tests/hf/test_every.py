@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,14 +16,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 import keepset
-from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.features.window import WindowAttention, WindowSums
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.select import ranked_scores, top_mask
 from keepset.core.traits import Traits
 from keepset.kernels.softmax import Softmax
 from tests.hf.models import (
@@ -35,6 +31,7 @@ from tests.hf.models import (
     full,
     generate,
     hidden_states,
+    kept_of,
     padded_prompt,
     prompt,
     refusal,
@@ -76,7 +73,7 @@ class Naive:
         self.steps: list[int] = []
         self.at_step: int | None = None
         self.events: list[tuple[int, dict[int, list[list[int]]]]] = []
-        self.hidden: dict[int, Tensor] = {}
+        self.hidden: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
@@ -121,7 +118,7 @@ class Naive:
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: Any) -> Tensor:
         index, n = module.layer_idx, query.shape[1]
-        hidden = self.hidden.get(index)
+        hidden = self.hidden[index][0][0] if index in self.hidden else None
         if index not in self.layers:
             self.layers[index] = Layer(module, query, key, value, hidden, [[] for _ in key])
         else:
@@ -167,8 +164,8 @@ class Naive:
                     layer.state.setdefault(name, torch.zeros(len(layer.kept), 1000))
                     exists = seen.valid[0, head]
                     layer.state[name][head, seen.positions[0, head, exists]] = column[0, head, exists]
-        kept = {index: [[p for p in head if p < point] for head in self.layers[index].kept] for index in compressed}
-        self.events.append((point, kept))
+        stay = {index: [[p for p in head if p < point] for head in self.layers[index].kept] for index in compressed}
+        self.events.append((point, stay))
 
     def observe(self, index: int, compressed: list[int], point: int) -> Observation:
         layer, needs = self.layers[index], self.recipe.method.traits.needs
@@ -252,11 +249,7 @@ AttentionInterface.register("naive every", _naive_attention)
 def check_events(past: keepset.Cache, naive: Naive) -> None:
     """Check that there were the same events, and that each kept the same positions."""
     assert [event.length for event in past.events] == [length for length, _ in naive.events]
-    for event, (_, kept) in zip(past.events, naive.events, strict=True):
-        assert event.keep_set.layers == tuple(kept)
-        for index, heads in kept.items():
-            for head, positions in enumerate(heads):
-                assert event.keep_set.positions(index, 0, head).tolist() == positions
+    assert [kept_of(event.keep_set) for event in past.events] == [heads for _, heads in naive.events]
     if past.events:
         assert past.keep_set is past.events[-1].keep_set
 
@@ -284,39 +277,10 @@ class Habit(Method):
         return {"worth": scores, "age": observation.state.get("age", torch.zeros_like(scores)) + 1}
 
 
-@dataclass(frozen=True)
-class Pool(Method):
-    """The largest values of all layers and heads, which hold different numbers of entries."""
-
-    name: ClassVar[str] = "pool"
-    paper: ClassVar[str] = "none"
-    traits = Traits(across_layers=True)
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        return observation.values.float().norm(dim=-1)
-
-    def select_all(self, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
-        most = max(seen.valid.shape[-1] for seen in observations)
-        scores = [seen.split_layers(ranked_scores(self.score(seen), seen, budget)) for seen in observations]
-        pool = torch.cat([F.pad(each, (0, most - each.shape[-1]), value=float("-inf")) for each in scores], 1)
-        total = torch.stack([seen.split_layers(budget.quotas(seen.sizes)).sum((1, 2)) for seen in observations]).sum(0)
-        masks = top_mask(pool.flatten(1), total).view_as(pool).split([each.shape[1] for each in scores], 1)
-        return keepset.KeepSet(
-            [
-                seen.keep(seen.merge_layers(mask)[..., : seen.valid.shape[-1]]).layer(seen.layer_ids[0])
-                for seen, mask in zip(observations, masks, strict=True)
-            ]
-        )
-
-
 NEAR = "expected_attention(future=8, skip=2, buffer=11)"
 SEGMENTS = "window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6"
-BUDGET = ("keep", "sinks", "recent", "protect_prompt", "protect")
-RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
-    name: lambda text=text, **schedule: keepset.Recipe.of(
-        (parsed := keepset.Recipe.parse(text)).method,
-        **{**{name: getattr(parsed.budget, name) for name in BUDGET}, **schedule},
-    )
+RECIPES = {
+    name: keepset.Recipe.parse(text)
     for name, text in {
         "snapkv": "snapkv(window=5, kernel=3, keep=12)",
         "tova": "tova(keep=9)",
@@ -347,17 +311,19 @@ RECIPES: dict[str, Callable[..., keepset.Recipe]] = {
         "adakv_ams": f"adakv(ams(snapkv(window=4), {SEGMENTS}), keep=12, sinks=1, recent=4)",
         "pyramid": "pyramid(snapkv(window=4), keep=10)",
         "adakv_pyramid": "adakv(pyramid(tova), keep=7)",
+        "pool": "pool(knorm, keep=9, sinks=1)",
+        "no_buffer": "expected_attention(future=8, skip=2, buffer=0, keep=11)",
     }.items()
 }
-RECIPES["habit"] = lambda **schedule: keepset.Recipe.of(Habit(), **{"keep": 9, "recent": 1, **schedule})
-RECIPES["pool"] = lambda **schedule: keepset.Recipe.of(Pool(), **{"keep": 9, "sinks": 1, **schedule})
-
-
-RECIPES["no_buffer"] = lambda **schedule: keepset.Recipe.of(
-    keepset.Recipe.parse("expected_attention(future=8, skip=2, buffer=0)").method, **{"keep": 11, **schedule}
-)
+RECIPES["habit"] = keepset.Recipe.of(Habit(), keep=9, recent=1)
 COMPOSED = ("adakv_keydiff", "adakv_lagkv", "adakv_r_kv", "adakv_rpc", "adakv_chunkkv", "ams_pyramid", "adakv_pyramid")
 """Whose parts others are, in layouts that others have."""
+
+
+def scheduled(name: str, every: int, prefill: bool = True) -> keepset.Recipe:
+    return replace(RECIPES[name], schedule=keepset.Schedule(prefill, every))
+
+
 by_recipe = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name in COMPOSED)) for name in RECIPES]
 )
@@ -373,7 +339,7 @@ with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill",
 def test_how_much_stays_follows_from_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU is not asked before entries are stored. An event that keeps more or less is an error."""
     monkeypatch.setattr("keepset.hf.cache.is_async_device", lambda device: True)
-    text = f"{by_text(name, 12)[:-1]}, every=5)" if name not in RECIPES else RECIPES[name](every=5)
+    text = f"{by_text(name, 12)[:-1]}, every=5)" if name not in RECIPES else scheduled(name, every=5)
     (ids, mask), cache, start = padded_prompt([0, 6], LENGTH + 17), keepset.Cache(tiny("llama"), text), 0
     for tokens in (LENGTH, 3, 8, 1, 5):  # after prompts of two lengths several at once, also beyond an event
         fed, seen = ids[:, start : start + tokens], mask[:, : start + tokens]
@@ -400,7 +366,7 @@ def follow(
 @pytest.mark.parametrize(("every", "new"), [(1, 9), (7, 16), (16, NEW)])
 @with_prefill
 def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, new: int, prefill: bool) -> None:
-    recipe = RECIPES[name](every=every, prefill=prefill)
+    recipe = scheduled(name, every=every, prefill=prefill)
     new = NEW if "protected" in name else new  # there is little to drop
     past, _, said = follow(recipe, new)
     decoded = (new - 1) // every
@@ -422,7 +388,7 @@ def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, 
 )
 @with_prefill
 def test_other_architectures(architecture: str, name: str, prefill: bool) -> None:
-    follow(RECIPES[name](every=5, prefill=prefill), 14, tiny(architecture))
+    follow(scheduled(name, every=5, prefill=prefill), 14, tiny(architecture))
 
 
 @pytest.mark.few(2)
@@ -430,7 +396,7 @@ def test_other_architectures(architecture: str, name: str, prefill: bool) -> Non
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "habit"])
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
-    follow(RECIPES[name](every=3), 20, tiny("smollm3"), length)
+    follow(scheduled(name, every=3), 20, tiny("smollm3"), length)
 
 
 @pytest.mark.few(3)
@@ -440,7 +406,7 @@ def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
 @with_prefill
 def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
     """In chunks, too. Of old events figures stay, and what was kept only where a cache has its history."""
-    recipe = RECIPES[name](every=every, prefill=prefill)
+    recipe = scheduled(name, every=every, prefill=prefill)
     model, ids = tiny("llama"), prompt(1, LENGTH)
     past, naive = keepset.Cache(model, recipe, history=True), Naive(model, recipe)
     chunked = keepset.Cache(model, recipe, prompt_length=LENGTH)
@@ -465,7 +431,7 @@ def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv"])
 @torch.no_grad()
 def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
-    recipe = RECIPES[name](every=4)
+    recipe = scheduled(name, every=4)
     model, ids = tiny("llama"), prompt(1, LENGTH + 11)
     past, naive = keepset.Cache(model, recipe, prompt_length=LENGTH, history=True), Naive(model, recipe)
     naive.feed(ids[:, :LENGTH])  # They come after the compression, like a forward of their own.
@@ -497,8 +463,7 @@ def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
         for event in past.events:
             assert event.keep_set is not None
             assert event.keep_set.counts[:, row].sum(-1).tolist() == [2 * min(most, event.length - pad)] * 2
-            for layer, head in [(layer, head) for layer in range(2) for head in range(2)]:
-                positions = event.keep_set.positions(layer, row, head).tolist()
+            for positions in [head for heads in kept_of(event.keep_set, row).values() for head in heads]:
                 assert positions[:own] == list(range(own))
                 if newest := parsed.budget.recent:
                     assert positions[-newest:] == list(range(event.length - pad - newest, event.length - pad))
@@ -513,7 +478,7 @@ def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
 @pytest.mark.parametrize(("every", "padding"), [(1, [0, 5]), (6, [18, 0, 9])], ids=str)
 @with_prefill
 def test_padded_rows_equal_single_rows(name: str, every: int, padding: list[int], prefill: bool) -> None:
-    recipe = RECIPES[name](every=every, prefill=prefill)
+    recipe = scheduled(name, every=every, prefill=prefill)
     model = tiny("llama")
     ids, mask = padded_prompt(padding, LENGTH)
     batch = keepset.Cache(model, recipe, history=True)
@@ -522,13 +487,9 @@ def test_padded_rows_equal_single_rows(name: str, every: int, padding: list[int]
         single = keepset.Cache(model, recipe, history=True)
         alone = generate(model, ids[row : row + 1, pad:], single, max_new_tokens=13).sequences
         assert torch.equal(together[row, pad:], alone[0])
+        assert [event.length for event in batch.events] == [event.length + pad for event in single.events]
         for ours, theirs in zip(batch.events, single.events, strict=True):
-            assert ours.length == theirs.length + pad
-            for layer in theirs.keep_set.layers:
-                for head in range(2):
-                    assert torch.equal(
-                        ours.keep_set.positions(layer, row, head), theirs.keep_set.positions(layer, 0, head)
-                    )
+            assert kept_of(ours.keep_set, row) == kept_of(theirs.keep_set)
 
 
 @pytest.mark.few(2)
@@ -538,8 +499,8 @@ def test_padding_in_later_turns(name: str) -> None:
     """A row with padding has fewer tokens: its windows reach further back, and its positions count its own."""
     every, turns = 8, [(LENGTH, [3, 0]), (1, [0, 0]), (1, [0, 0]), (9, [4, 0]), (1, [0, 0]), (3, [0, 2]), (5, [0, 0])]
     model = tiny("llama")
-    past = keepset.Cache(model, RECIPES[name](every=every), history=True)
-    naive = [Naive(model, RECIPES[name](every=every), LENGTH - turns[0][1][row]) for row in (0, 1)]
+    past = keepset.Cache(model, scheduled(name, every=every), history=True)
+    naive = [Naive(model, scheduled(name, every=every), LENGTH - turns[0][1][row]) for row in (0, 1)]
     mask = torch.empty(2, 0, dtype=torch.long)
     length = 0
     for seed, (n, padding) in enumerate(turns):
@@ -558,10 +519,7 @@ def test_padding_in_later_turns(name: str) -> None:
         length += n
     assert [event.length for event in past.events] == [LENGTH, 29, 37]
     for row, reference in enumerate(naive):
-        for event, (_, kept) in zip(past.events, reference.events, strict=True):
-            for layer, heads in kept.items():
-                for head, expected in enumerate(heads):
-                    assert event.keep_set.positions(layer, row, head).tolist() == expected
+        assert [kept_of(event.keep_set, row) for event in past.events] == [heads for _, heads in reference.events]
 
 
 @pytest.mark.full
@@ -570,7 +528,7 @@ def test_padding_in_later_turns(name: str) -> None:
 @pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)
 @torch.no_grad()
 def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, padding: list[int]) -> None:
-    model, recipe = tiny("llama"), RECIPES[name](every=4)
+    model, recipe = tiny("llama"), scheduled(name, every=4)
     ids, mask = padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, recipe, history=True)
     naive = [Naive(model, recipe) for _ in padding]
@@ -614,7 +572,7 @@ def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, paddi
 @pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)
 @torch.no_grad()
 def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[int]) -> None:
-    model, recipe = tiny("llama"), RECIPES[name](every=8)
+    model, recipe = tiny("llama"), scheduled(name, every=8)
     ids, mask = padded_prompt(padding, LENGTH)
     straight, turning = (keepset.Cache(model, recipe, history=True) for _ in range(2))
     new, other = prompt(2, 20, 1), prompt(2, 20, 2)
@@ -652,7 +610,7 @@ def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[i
 @torch.no_grad()
 def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
     model = tiny("llama")
-    past = keepset.Cache(model, RECIPES[name](every=70))
+    past = keepset.Cache(model, scheduled(name, every=70))
     ids, mask = padded_prompt(padding, 100)
     feed(model, past, ids, mask)
     extra = 8 if name == "habit" else 4 * ("ams" in name)  # what methods remember
@@ -708,7 +666,7 @@ def test_an_event_copies_what_stays_and_no_more(text: str) -> None:
 @torch.no_grad()
 def test_queries_are_looked_at_only_before_an_event_and_hardly_any_is_held(name: str, reach: int) -> None:
     model = tiny("llama")
-    past = keepset.Cache(model, RECIPES[name](every=20))
+    past = keepset.Cache(model, scheduled(name, every=20))
     model(prompt(1, LENGTH), past_key_values=past)
     for step in range(1, 45):
         model(prompt(1, 1, step), past_key_values=past)
@@ -725,8 +683,8 @@ def test_queries_are_looked_at_only_before_an_event_and_hardly_any_is_held(name:
 @torch.no_grad()
 def test_hooks_hold_nothing_of_calls_that_are_over() -> None:
     """Neither of those with another cache, nor of those that fail."""
-    model, other = tiny("llama"), keepset.Cache(tiny("llama"), RECIPES["snapkv"](every=4))
-    past = keepset.Cache(model, RECIPES["expected_attention"](every=40))
+    model, other = tiny("llama"), keepset.Cache(tiny("llama"), scheduled("snapkv", every=4))
+    past = keepset.Cache(model, scheduled("expected_attention", every=40))
     for cache in (past, other):
         model(prompt(1, LENGTH), past_key_values=cache)
     assert past.nbytes == allocated(past)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -18,10 +17,8 @@ import keepset
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.window import WindowAttention
-from keepset.core.method import Method, parameter
+from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.select import ranked_scores, top_mask
-from keepset.core.traits import Traits
 from tests.allocators.nestings import AROUND, CAPS, Nesting, allowed, made
 from tests.hf.models import (
     ARCHITECTURES,
@@ -30,6 +27,7 @@ from tests.hf.models import (
     feed,
     full,
     generate,
+    kept_of,
     oracle_gap,
     padded_or_not,
     padded_prompt,
@@ -69,34 +67,6 @@ def compressed(architecture: str, text: Any, padding: list[int], **options: Any)
     ids, mask = padded_prompt(padding, LENGTH)
     cache = keepset.Cache(tiny(architecture), text)
     return cache, generate(tiny(architecture), ids, cache, mask, max_new_tokens=NEW, **options)
-
-
-@dataclass(frozen=True)
-class GlobalPool(Method):
-    """The largest values of all layers and heads, or of all layers with heads alike."""
-
-    name: ClassVar[str] = "global_pool"
-    paper: ClassVar[str] = "none"
-    traits = Traits(across_layers=True)
-
-    per_head: bool = parameter(True)
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        return observation.values.float().norm(dim=-1)
-
-    def select_all(self, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
-        scores = torch.cat(
-            [seen.split_layers(ranked_scores(self.score(seen), seen, budget)) for seen in observations], 1
-        )
-        total = sum(seen.split_layers(budget.quotas(seen.sizes)).sum((1, 2)) for seen in observations)
-        if self.per_head:
-            masks = top_mask(scores.flatten(1), total).view_as(scores)
-        else:
-            pooled = scores.mean(2)
-            masks = top_mask(pooled.flatten(1), total // scores.shape[2]).view_as(pooled)
-            masks = masks[:, :, None].expand_as(scores)
-        parts = zip(observations, masks.split([len(seen.layer_ids) for seen in observations], 1), strict=True)
-        return keepset.KeepSet([seen.keep(seen.merge_layers(part)).layer(seen.layer_ids[0]) for seen, part in parts])
 
 
 SOME = [
@@ -167,7 +137,8 @@ def test_dropped_entries_are_as_if_masked_for_any_method(architecture: str, meth
         assert oracle_gap(tiny(architecture), cache, output, padded_prompt(padding, LENGTH)[1]) < 5e-5
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=pytest.mark.full) for name in keepset.METHODS])
+@pytest.mark.full
+@by_method
 def test_bfloat16_is_close_to_the_oracle(method: str) -> None:
     model = copy.deepcopy(tiny("llama")).bfloat16()
     ids, mask = padded_prompt(PADDING, LENGTH)
@@ -215,13 +186,7 @@ def check_padded_rows(architecture: str, text: str) -> None:
         single = keepset.Cache(tiny(architecture), text)
         alone = generate(tiny(architecture), ids[row : row + 1, pad:], single, max_new_tokens=NEW)
         assert torch.equal(together.sequences[row, pad:], alone.sequences[0])
-        for layer, head in heads_of(single.keep_set):
-            assert torch.equal(batch.keep_set.positions(layer, row, head), single.keep_set.positions(layer, 0, head))
-
-
-def heads_of(kept: keepset.KeepSet) -> list[tuple[int, int]]:
-    """Layer and KV head of all heads."""
-    return [(layer, head) for layer in kept.layers for head in range(kept.counts.shape[-1])]
+        assert kept_of(batch.keep_set, row) == kept_of(single.keep_set)
 
 
 @pytest.mark.few(6)
@@ -247,9 +212,7 @@ def test_a_request_whose_prompt_is_padding_keeps_nothing(name: str) -> None:
     positions = (mask[1:].cumsum(-1) - 1).clamp(min=0)
     whole = model(ids[1:], attention_mask=mask[1:], position_ids=positions, use_cache=False).logits[0, -1]
     both, empty, other = (caches[who].keep_set for who in rows)
-    for layer, head in heads_of(both):
-        assert len(both.positions(layer, 1, head)) == len(empty.positions(layer, 0, head)) == 0
-        assert torch.equal(both.positions(layer, 0, head), other.positions(layer, 0, head))
+    assert both.counts[:, 1].eq(0).all() and empty.counts.eq(0).all() and kept_of(both) == kept_of(other)
     rounded = 0.05 if name == "quantized" else 1e-4  # tokens after the prompt are stored in 8 bits, too
     for found in (logits["both"][1], logits["the empty one"][0]):
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=rounded)
@@ -281,14 +244,6 @@ def test_counts_are_those_asked_for(method: str, padding: list[int], keep: int |
         assert counts.sum((0, 2)).tolist() == in_all
     else:
         assert torch.equal(counts.sum(-1), (asked * counts.shape[-1]).expand_as(counts[..., 0]))
-
-
-@pytest.mark.parametrize("method", OF_EACH_KIND)
-def test_a_text_shorter_than_keep_stays_whole(method: str) -> None:
-    ids, mask = padded_prompt([0, 15], 20)
-    cache = keepset.Cache(tiny("llama"), recipe(method, 12))
-    generate(tiny("llama"), ids, cache, mask, max_new_tokens=2)
-    assert cache.keep_set.counts[:, 1].unique().tolist() == [5]
 
 
 # --- bytes
@@ -327,7 +282,6 @@ def reachable(length: int) -> list[str]:
 
 DROPPING = [
     *(pytest.param(recipe(str(each.values[0]), 12), id=each.values[0], marks=each.marks) for each in OF_EACH_KIND),
-    pytest.param(keepset.Recipe.of(GlobalPool(), keep=12), id="global_pool"),
     *(pytest.param(f"{text.format(keep=12)[:-1]}, every=4)", id=text) for text in LAYOUTS.values()),
 ]
 
@@ -423,22 +377,7 @@ def test_kernels_of_methods(
     both_kernels(recipe(method, 12), padding, "llama_shallow", monkeypatch)
 
 
-# --- methods of one's own
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-@pytest.mark.parametrize("per_head", [True, False])
-@padded_or_not
-def test_a_pool_over_all_layers(architecture: str, per_head: bool, padding: list[int]) -> None:
-    mine = keepset.Recipe.of(GlobalPool(per_head), keep=12, sinks=1)
-    cache, output = compressed(architecture, mine, padding)
-    assert oracle_gap(tiny(architecture), cache, output, padded_prompt(padding, LENGTH)[1]) < 5e-5
-    assert cache.keep_set.layout == ("head-ragged" if per_head else "layer-ragged")
-    heads = len(cache.keep_set.layers) * cache.keep_set.counts.shape[-1]
-    assert cache.keep_set.counts.sum((0, 2)).tolist() == [12 * heads] * 2
-    whole = keepset.Recipe.of(GlobalPool(per_head), keep=1.0)
-    _, output = compressed(architecture, whole, padding)
-    assert torch.equal(output.sequences, full_tokens(architecture, padding == PADDING))
+# --- what methods remember
 
 
 @dataclass(frozen=True)

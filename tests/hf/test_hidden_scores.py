@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +16,8 @@ from keepset.core.statistics import Statistics, load, save
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import Recorder
 from tests.core.test_hidden_predictor import naive_scores
-from tests.hf.models import left_padded, prompt, statistics, tiny
+from tests.hf.models import hidden_states, left_padded, prompt, statistics, tiny
 from tests.methods.naive import EXACT
-
-
-@contextmanager
-def seen(model: Any) -> Iterator[dict[int, list[Tensor]]]:
-    """The hidden states that enter each layer's attention, forward after forward."""
-    states: dict[int, list[Tensor]] = {}
-
-    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        states.setdefault(module.layer_idx, []).append(hidden.detach().clone())
-
-    modules = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "o_proj")]
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    yield states
-    for handle in handles:
-        handle.remove()
 
 
 def measured(model: Any) -> Statistics:
@@ -53,7 +35,7 @@ def test_a_prompts_scores_are_those_of_its_hidden_states(architecture: str, meth
     measured(model)  # before its own forwards could be seen
     ids, mask = left_padded(prompt(2, 13), [0, 4])
     recipe = Recipe.parse(f"{method}(keep=0.5)")
-    with torch.no_grad(), seen(model) as states:
+    with torch.no_grad(), hidden_states(model) as states:
         recorder = Recorder(model, recipe.method.traits.needs)
         model(ids, attention_mask=mask, past_key_values=recorder, use_cache=True)
     for observation in recorder.observations:
@@ -87,7 +69,7 @@ def test_decoded_tokens_are_scored_as_they_come(method: str, prefill: bool) -> N
     recipe = f"{method}(sinks=1, recent=2, keep=7, every=5{'' if prefill else ', prefill=False'})"
     ids = prompt(1, tokens, seed=3)
     cache = keepset.Cache(model, recipe)
-    with torch.no_grad(), seen(model) as states:
+    with torch.no_grad(), hidden_states(model) as states:
         model(ids[:, :12], past_key_values=cache, use_cache=True)
         model(ids[:, 12:14], past_key_values=cache, use_cache=True)
         model(ids[:, 14:21], past_key_values=cache, use_cache=True)  # passes over an event, and beyond another
@@ -137,7 +119,7 @@ def test_every_entry_goes_on_with_its_score(method: str, tmp_path: Path) -> None
     measured(model)
     ids, mask = left_padded(prompt(2, 30, seed=6), [0, 3])
     cache = keepset.Cache(model, f"{method}, keep=7, every=5)")
-    with torch.no_grad(), seen(model) as states:
+    with torch.no_grad(), hidden_states(model) as states:
         for first, last in ((0, 12), (12, 14), (14, 21), *((at, at + 1) for at in range(21, 30))):
             model(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache, use_cache=True)
             if last == 24:
@@ -162,7 +144,7 @@ def test_a_threshold_of_kvzap_keeps_what_reaches_it(keep: str) -> None:
     """Entries below it go, unless they are among the newest; `keep` is a cap."""
     model, ids = tiny("llama"), prompt(1, 20)
     cache = keepset.Cache(model, f"kvzap(threshold=-0.5, recent=3{keep})")
-    with torch.no_grad(), seen(model) as states:
+    with torch.no_grad(), hidden_states(model) as states:
         model(ids, past_key_values=cache, use_cache=True)
     counts = set()
     for layer, module in measured(model).hidden["kvzap"].items():
@@ -185,7 +167,7 @@ def test_16_bits_score_like_the_same_numbers_in_32() -> None:
         half.load_state_dict(model.state_dict())
     half.config.name_or_path = model.config.name_or_path
     recipe = Recipe.parse("fast_kvzip(keep=0.5)")
-    with torch.no_grad(), seen(half) as states:
+    with torch.no_grad(), hidden_states(half) as states:
         recorder = Recorder(half, recipe.method.traits.needs).prefill(prompt(1, 11))
     for observation in recorder.observations:
         expected = naive_scores(

@@ -86,17 +86,6 @@ def test_beams(architecture: str) -> None:
     assert torch.equal(generate(model, ids, past, max_new_tokens=5, num_beams=2).sequences, expected)
 
 
-@torch.no_grad()
-def test_some_requests_of_a_batch_go_on() -> None:
-    model, ids, new = tiny("falcon_h1"), prompt(3, LENGTH), prompt(3, 1, seed=1)
-    past = keepset.Cache(model, "knorm(keep=12)")
-    model(ids, past_key_values=past, use_cache=True)
-    fewer = past.fork()
-    fewer.batch_select_indices(torch.tensor([True, False, True]))
-    expected = model(new, past_key_values=past, use_cache=True).logits[[0, 2]]
-    torch.testing.assert_close(model(new[[0, 2]], past_key_values=fewer, use_cache=True).logits, expected)
-
-
 def test_bytes_of_states_are_counted() -> None:
     model, ids = tiny("falcon_h1"), prompt(1, LENGTH)
     past, whole = keepset.Cache(model, "knorm(keep=12)"), DynamicCache(config=model.config)

@@ -13,15 +13,14 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.core.features.attention import SecondPass
+from keepset.core.statistics import save
 from keepset.hf.batch import go_together
 from keepset.hf.prompt_session import PromptSession
 from keepset.kernels.columns import ColumnStatistic
-from keepset.offline.calibrate.corpus import Corpus
-from keepset.offline.calibrate.measure import measure
 from keepset.recipe import Recipe
 from tests.hf.contract.check import masked
 from tests.hf.looking import looking, shown
-from tests.hf.models import GREEDY, prompt, tiny
+from tests.hf.models import GREEDY, kept_of, prompt, refusal, tiny, with_networks
 from tests.hf.pictures import KINDS, M_ROPE, Layout, inputs, places, seeing
 from tests.tiers import FULL
 
@@ -100,9 +99,8 @@ def test_what_is_protected_stays(kind: str, protected: str) -> None:
         past = keepset.Cache(seeing(kind), f"streaming_llm(keep={len(always) + more}, sinks=0, protect={protected!r})")
         output = said(kind, past, given)
         others = [at for at in range(length) if at not in always][-more:] if more else []
-        for layer in past.keep_set.layers:
-            for head in range(2):
-                assert past.keep_set.positions(layer, 0, head).tolist() == sorted([*always, *others])
+        for heads in kept_of(past.keep_set).values():
+            assert heads == [sorted([*always, *others])] * len(heads)
     logits = torch.stack(output.logits, 1)
     assert close(logits - reference(kind, past, given, output), logits)
 
@@ -133,10 +131,8 @@ def test_images_in_different_places_of_a_padded_batch(recipe: str) -> None:
         past = keepset.Cache(seeing(kind), recipe)
         output = said(kind, past, alone)
         assert torch.equal(together.sequences[row, -NEW:], output.sequences[0, -NEW:])
-        for layer in past.keep_set.layers:
-            for head in range(2):
-                kept = past.keep_set.positions(layer, 0, head).tolist()
-                assert both.keep_set.positions(layer, row, head).tolist() == kept and set(rows) <= set(kept)
+        assert kept_of(both.keep_set, row) == kept_of(past.keep_set)
+        assert all(set(rows) <= set(head) for heads in kept_of(past.keep_set).values() for head in heads)
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
@@ -149,8 +145,7 @@ def test_beams_of_requests_with_images(kind: str) -> None:
     past = keepset.Cache(seeing(kind), "snapkv(window=8, keep=50, every=2, protect='image')")
     seeing(kind).generate(**given, past_key_values=past, **beams)
     for row in range(6):
-        kept = past.keep_set.positions(0, row, 1).tolist()
-        assert {*places(kind, layouts[row // 3])} <= {*kept} and len(past.events) == 3
+        assert {*places(kind, layouts[row // 3])} <= {*kept_of(past.keep_set, row)[0][1]} and len(past.events) == 3
 
 
 def test_protected_images_beside_ranges_and_more_than_the_budget() -> None:
@@ -174,10 +169,9 @@ def test_images_of_later_turns_and_of_tokens_taken_back() -> None:
     begins = first["input_ids"].shape[1]
     later = [begins + at for at in places(kind, (3, None, 12))]
     assert past.progress.images == (((6, 22), (later[0], later[-1] + 1)),)
-    kept = past.keep_set.positions(0, 0, 0).tolist()  # of the event among the later tokens
-    assert past.events[-1].length == begins + 20 and {*places(kind, (6, None, 5)), *later} & set(kept) == {
-        at for at in [*places(kind, (6, None, 5)), *later] if at < begins + 20
-    }
+    images = {*places(kind, (6, None, 5)), *later}
+    assert past.events[-1].length == begins + 20  # among the later tokens
+    assert images & {*kept_of(past.keep_set)[0][0]} == {at for at in images if at < begins + 20}
     past.crop(-5)
     assert past.progress.images == (((6, 22), (later[0], later[-1] + 1)),)
 
@@ -191,44 +185,28 @@ def test_one_prefill_serves_recipes_that_protect_images() -> None:
         past = keepset.Cache(seeing(kind), recipe)
         seeing(kind)(**given, past_key_values=past)
         shared = session.compress(recipe).cache.keep_set
-        assert all(torch.equal(shared.positions(0, 0, h), past.keep_set.positions(0, 0, h)) for h in range(2))
+        assert kept_of(shared) == kept_of(past.keep_set)
 
 
-def refusal(recipe: str, model: Any, given: dict[str, Any] | None = None) -> str:
-    with pytest.raises(keepset.KeepsetError) as caught:
-        model(**(given or {}), past_key_values=keepset.Cache(model, recipe))
-    return str(caught.value)
-
-
-def test_images_that_cannot_be_found_are_refused(tmp_path: Path) -> None:
-    said = refusal("knorm(keep=9, protect='image')", tiny("llama"))
-    assert said.startswith("protect='image' needs a model that puts images in the places of a token, and the config")
-    given = inputs("llava", LAYOUT)
-    embedded = seeing("llava").get_input_embeddings()(given["input_ids"])
-    said = refusal("knorm(keep=9, protect='text')", seeing("llava"), {"inputs_embeds": embedded})
-    assert said.startswith("protect='text' takes the token ids of the text")
+def test_images_that_cannot_be_found_are_refused() -> None:
+    with refusal("^protect='image' needs a model that puts images in the places of a token, and the config"):
+        keepset.Cache(tiny("llama"), "knorm(keep=9, protect='image')")
+    model = seeing("llava")
+    embedded = model.get_input_embeddings()(inputs("llava", LAYOUT)["input_ids"])
+    past = keepset.Cache(model, "knorm(keep=9, protect='text')")
+    with refusal("^protect='text' takes the token ids of the text"):
+        model(inputs_embeds=embedded, past_key_values=past)
 
 
 @pytest.mark.parametrize("method", ["distilled", "triattention", "expected_attention"])
 def test_frequencies_measured_on_texts_do_not_rotate_images(method: str, tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from keepset.core.statistics import save
-    from tests.methods.naive import random_predictor
-
     model, path = seeing("qwen2_vl"), tmp_path / "statistics.safetensors"
-    measured = measure(model, Corpus([prompt(1, 30, seed)[0] for seed in (5, 6)], "0", 0))
-    draw = torch.Generator().manual_seed(0)
-    networks = {
-        i: random_predictor(*layer.direction.shape[:1], 2 * layer.direction.shape[1], draw)
-        for i, layer in measured.layers.items()
-    }
-    save(replace(measured, predictors=networks), path)
+    save(with_networks(model), path)
     recipe = f"{method}(stats={str(path)!r}, keep=20)"
     model(prompt(1, 30), past_key_values=(past := keepset.Cache(model, recipe)))
     assert past.keep_set.counts.unique().tolist() == [20]
-    said = refusal(recipe, model, inputs("qwen2_vl", LAYOUT))
-    assert said.startswith("This method rotates by one position for each token, and Qwen2VLForConditionalGeneration")
+    with refusal("^This method rotates by one position for each token, and Qwen2VLForConditionalGeneration"):
+        model(**inputs("qwen2_vl", LAYOUT), past_key_values=keepset.Cache(model, recipe))
 
 
 def test_a_saved_context_protects_its_images_further(tmp_path: Path) -> None:
@@ -243,8 +221,8 @@ def test_a_saved_context_protects_its_images_further(tmp_path: Path) -> None:
             more = torch.cat([given["attention_mask"], torch.ones(2, 9).long()], 1)
             seeing(kind)(prompt(2, 9), attention_mask=more, past_key_values=each)
     for row, layout in enumerate([(6, None, 9), (3, None, None, 4)]):
-        kept = loaded.keep_set.positions(0, row, 1).tolist()
-        assert kept == past.keep_set.positions(0, row, 1).tolist() and {*places(kind, layout)} <= {*kept}
+        assert kept_of(loaded.keep_set, row) == kept_of(past.keep_set, row)
+        assert {*places(kind, layout)} <= {*kept_of(loaded.keep_set, row)[0][1]}
     assert len(loaded.events) == 2 and loaded.progress.images == past.progress.images
 
 
@@ -272,7 +250,8 @@ def test_a_second_pass_gives_an_image_its_axes(kind: str) -> None:
 
 def test_a_second_pass_cannot_show_images_that_are_added_to_later_layers() -> None:
     model, given = seeing("qwen3_vl"), inputs("qwen3_vl", LAYOUT)
-    assert refusal("reread(keep=14)", model, given).startswith("A second pass over this prompt cannot show its images")
+    with refusal("^A second pass over this prompt cannot show its images"):
+        model(**given, past_key_values=keepset.Cache(model, "reread(keep=14)"))
     past = keepset.Cache(model, "reread(keep=14)", task_tokens=prompt(1, 6))
     model(**given, past_key_values=past)
     assert past.keep_set.counts.sum() == 14 * past.keep_set.counts.numel()

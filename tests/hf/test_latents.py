@@ -101,13 +101,9 @@ def test_queries_before_rotation_are_those_of_position_0() -> None:
     """Rotated to any position, their products with keys are those of the model there."""
     model, ids = latent("deepseek_v3"), prompt(1, LENGTH)
     seen = Recorder(model, Needs(QueryMoments(0), RecentQueries(1))).prefill(ids).observations[0]
-    module, made = model.model.layers[0].self_attn, {}
-    hook = module.register_forward_pre_hook(lambda *call: made.update(call[2]), with_kwargs=True)
     plain = copy.deepcopy(model)
-    hook.remove()
     plain.set_attn_implementation("plain")
     still = plain.model.layers[0].self_attn
-    plain(ids, use_cache=False)
     cos, sin = (torch.ones(1, LENGTH, ROTATED), torch.zeros(1, LENGTH, ROTATED))
     hidden = {}
     still.register_forward_pre_hook(lambda *call: hidden.update(call[2]), with_kwargs=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import keepset
 from keepset.core.budget import Budget
@@ -20,7 +20,7 @@ from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.traits import Traits
 from keepset.kernels.softmax import GroupReduction
-from tests.hf.models import extended, feed, padded_prompt, prompt, refusal, tiny
+from tests.hf.models import extended, feed, padded_prompt, prompt, refusal, tiny, untrained
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,12 @@ def test_sums_are_those_that_the_windows_queries_give(
     assert compared >= 5 * 2 * 5
 
 
-def shaped(query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> LlamaForCausalLM:
+def shaped(query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> Any:
     """One layer of this shape."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=4 * query_heads, intermediate_size=16, num_hidden_layers=1, num_attention_heads=query_heads,
-        vocab_size=50, num_key_value_heads=kv_heads, head_dim=size, max_position_embeddings=4096,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype).eval()
+    sizes = dict(hidden_size=4 * query_heads, intermediate_size=16, num_hidden_layers=1, max_position_embeddings=4096)
+    heads = dict(num_attention_heads=query_heads, num_key_value_heads=kv_heads, head_dim=size)
+    return untrained("llama", **sizes, **heads).to(dtype)
 
 
 SMOLLM2, HALF_A_BILLION = (9, 3, 64, torch.float32, 96, 32), (14, 2, 64, torch.bfloat16, 96, 32)
@@ -117,9 +115,9 @@ def most_bytes(shape: tuple[Any, ...], method: str) -> float:
     parsed = keepset.Recipe.parse(method)
     recipe = keepset.Recipe.of(parsed.method, keep=keep, every=every)
     past = keepset.Cache(model, recipe)
-    model(prompt(1, keep + 40) % 50, past_key_values=past, logits_to_keep=1)
+    model(prompt(1, keep + 40), past_key_values=past, logits_to_keep=1)
     for tokens in [every - 30] * (every > 32) + [1] * min(every, 30 if every > 32 else every):
-        model(prompt(1, tokens) % 50, past_key_values=past, logits_to_keep=1)
+        model(prompt(1, tokens), past_key_values=past, logits_to_keep=1)
         if len(past.events) == 1:
             most = max(most, past.nbytes)
     assert len(past.events) == 2

@@ -11,32 +11,18 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import keepset
 from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.features.runtime_features import Perplexity
 from tests.hf.looking import looking
-from tests.hf.models import extended, full, generate, padded_prompt, prompt, refusal, same_keep_set, tiny
-from tests.hf.test_exactness import GlobalPool
+from tests.hf.models import extended, full, generate, padded_prompt, prompt, refusal, same_keep_set, tiny, untrained
 from tests.tiers import TYPECHECK
 
-SIZES: dict[str, Any] = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=200,
-)
 LENGTH = 30
 FEEDS_NEW_TOKENS_ALONE = Version(transformers.__version__) >= Version("5.21")
 """With `prefill_chunk_size`, onto a cache that is not empty; before that transformers fed the past once more."""
-
-
-def random_model(kind: str, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
 
 
 NO_HEADS = dict(num_attention_heads=None, num_key_value_heads=None, head_dim=None)
@@ -54,11 +40,11 @@ NOTHING_TO_COMPRESS = "no layer that caches the whole text, .* so keepset has no
     ("make", "words"),
     [
         (encoder_decoder, "encoder-decoder"),
-        (lambda: random_model("bloom"), "attention interface"),
-        (lambda: random_model("minimax", num_local_experts=2), "takes only a cache of its own kind"),
+        (lambda: untrained("bloom"), "attention interface"),
+        (lambda: untrained("minimax", num_local_experts=2), "takes only a cache of its own kind"),
         (lambda: torch.compile(copy.deepcopy(tiny("llama")), backend="eager"), "or compile it in place"),
-        (lambda: random_model("mamba", **NO_HEADS), NOTHING_TO_COMPRESS),
-        (lambda: random_model("falcon_mamba", **NO_HEADS), NOTHING_TO_COMPRESS),
+        (lambda: untrained("mamba", **NO_HEADS), NOTHING_TO_COMPRESS),
+        (lambda: untrained("falcon_mamba", **NO_HEADS), NOTHING_TO_COMPRESS),
         (lambda: "gpt2", "takes a model, and this is 'gpt2': load one first"),
         (lambda: torch.nn.Linear(2, 2), "Linear is no model of transformers"),
     ],
@@ -87,7 +73,7 @@ def test_models_of_other_kinds(make: Callable[[], Any], words: str) -> None:
 )
 @torch.no_grad()
 def test_models_whose_attention_is_found_to_be_another(kind: str, options: dict[str, Any], words: str) -> None:
-    model = random_model(kind, **options)
+    model = untrained(kind, **options)
     past = keepset.Cache(model, "tova(keep=12)")
     with refusal(words):
         model(prompt(1, LENGTH), past_key_values=past, use_cache=True)
@@ -96,7 +82,7 @@ def test_models_whose_attention_is_found_to_be_another(kind: str, options: dict[
 @pytest.mark.parametrize("states", [False, True])
 def test_a_model_of_windows_only_is_said_to_stay_whole(states: bool) -> None:
     sizes = dict(attention_window_size=16, lru_width=64, num_hidden_layers=3)
-    model = random_model("recurrent_gemma", **sizes) if states else tiny("mistral_window")
+    model = untrained("recurrent_gemma", **sizes) if states else tiny("mistral_window")
     with pytest.warns(
         UserWarning, match="only sliding windows or states of a fixed size, so keepset compresses nothing"
     ):
@@ -189,7 +175,7 @@ def test_the_past_fed_twice(whole: bool, how: dict[str, int], padding: int) -> N
     [
         ("tova(keep=12)", None, "prompt_length="),
         ("snapkv(window=5, keep=12, every=8)", 32, "Assisted generation cannot go with compression while decoding"),
-        (keepset.Recipe.of(GlobalPool(), keep=12), 32, "across layers"),
+        ("pool(knorm, keep=12)", 32, "across layers"),
         ("second_pass(keep=8)", 32, "leave assisted generation out"),
         (looking(Perplexity(8)), 32, "together with drafted tokens"),
     ],
@@ -198,13 +184,6 @@ def test_drafts_together_with_the_prompt(recipe: Any, prompt_length: int | None,
     past = keepset.Cache(tiny("llama"), recipe, prompt_length=prompt_length)
     with refusal(words):
         generate(tiny("llama"), prompt(1, 8).repeat(1, 4), past, max_new_tokens=8, prompt_lookup_num_tokens=4)
-
-
-@pytest.mark.parametrize("implementation", ["static", "quantized", "dynamic", "offloaded"])
-def test_two_caches_at_once(implementation: str) -> None:
-    past = keepset.Cache(tiny("llama"), "tova(keep=12)")
-    with pytest.raises(ValueError, match="only one of the two"):
-        generate(tiny("llama"), prompt(1, LENGTH), past, max_new_tokens=2, cache_implementation=implementation)
 
 
 @pytest.mark.parametrize(("length", "words"), [(LENGTH, "for another prompt make a new cache"), (9, "has no more")])
@@ -307,7 +286,7 @@ def test_tokens_of_an_incomplete_prompt_stay_where_they_were_looked_at(recipe: s
     assert same_keep_set(wrong.keep_set, whole.keep_set)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "falcon_h1"])
 @torch.no_grad()
 def test_rows_are_chosen_alike_in_every_way(name: str) -> None:
     model, cache = tiny(name), keepset.Cache(tiny(name), "snapkv(window=4, kernel=3, keep=12)")

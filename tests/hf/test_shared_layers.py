@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 import keepset
 from keepset.core.feature import Needs
@@ -21,7 +21,7 @@ from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.contract.builds import build
 from tests.hf.contract.check import generate, masked
-from tests.hf.models import PLAIN, padded_prompt, prompt, refusal, same_keep_set, with_random_weights
+from tests.hf.models import PLAIN, padded_prompt, prompt, refusal, same_keep_set, untrained, with_random_weights
 
 LENGTH, HEADS, KV_HEADS = 36, 4, 2
 READERS = {"gemma3n_text": [1, 3], "gemma4_text": [1, 3, 4]}
@@ -35,13 +35,10 @@ def shared(kind: str) -> Any:
     if kind == "gemma3n_text":
         return build(kind)
     full, sliding = "full_attention", "sliding_attention"
-    sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS)
     heads = dict(head_dim=16, global_head_dim=32, num_global_key_value_heads=KV_HEADS, hidden_size_per_layer_input=0)
-    layers = dict(num_hidden_layers=5, num_kv_shared_layers=2, layer_types=[sliding, full, sliding, full, full])
-    layers |= dict(num_kv_shared_layers=3, sliding_window=24)
-    config = AutoConfig.for_model("gemma4_text", **sizes, **heads, **layers, vocab_size=200, pad_token_id=0)
+    layers = dict(num_hidden_layers=5, num_kv_shared_layers=3, layer_types=[sliding, full, sliding, full, full])
     torch.manual_seed(0)
-    return with_random_weights(AutoModelForCausalLM.from_config(config).eval())
+    return with_random_weights(untrained("gemma4_text", **heads, **layers, sliding_window=24))
 
 
 @by_model

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.core.feature import Needs
 from keepset.core.statistics import load, save
-from keepset.hf.prompt_session import Recorder
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
 from keepset.serving.start_checks import check_recipe
-from tests.hf.models import generate, padded_prompt, prompt, same_keep_set, statistics, tiny
+from tests.hf.models import prompt, same_keep_set, statistics, tiny
 
 
 def compressed(model: Any, recipe: str, ids: Tensor) -> keepset.KeepSet:
@@ -85,36 +83,6 @@ def test_triattention_scores_the_models_keys_before_rotation() -> None:
                 members.append((row - row.mean()) / row.std(correction=0))
             best = torch.maximum(*members).topk(keep).indices.sort().values
             assert kept.positions(index, 0, head).tolist() == best.tolist()
-
-
-def test_qfilter_scores_keys_after_rotation() -> None:
-    ids = prompt(1, 30, seed=4)
-    kept = compressed(tiny("llama_mqa"), "qfilter(keep=7)", ids)
-    recorder = Recorder(tiny("llama_mqa"), Needs())
-    recorder.prefill(ids)
-    measured = load(str(statistics("llama_mqa")))
-    for observation in recorder.observations:
-        direction = measured.layers[observation.layer].direction[0].tolist()
-        keys = observation.keys[0, 0].tolist()
-        scores = torch.tensor([sum(a * b for a, b in zip(key, direction, strict=True)) for key in keys])
-        assert kept.positions(observation.layer, 0, 0).tolist() == scores.topk(7).indices.sort().values.tolist()
-
-
-@pytest.mark.parametrize("method", ["qfilter", "triattention", "adakv(qfilter)", "adakv(triattention)"])
-def test_while_decoding_what_there_is_stays_within_the_budget(method: str) -> None:
-    recipe = keepset.Recipe.parse(method).with_budget(keep=16)
-    text = str(recipe).removesuffix(")") + ", recent=2, every=5)"
-    ids, mask = padded_prompt([0, 9], 30)
-    past = keepset.Cache(tiny("llama"), text)
-    generate(tiny("llama"), ids, past, mask, max_new_tokens=16)
-    assert [event.length for event in past.events] == [30, 35, 40, 45]
-    heads = tiny("llama").config.num_key_value_heads
-    assert past.keep_set is not None
-    assert past.keep_set.counts.sum(-1).unique().tolist() == [16 * heads]
-    for layer in past.keep_set.layers:
-        for request, newest in enumerate((44, 35)):
-            for head in range(heads):
-                assert past.keep_set.positions(layer, request, head).tolist()[-2:] == [newest - 1, newest]
 
 
 def test_a_model_without_statistics_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

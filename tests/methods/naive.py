@@ -74,6 +74,23 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return EXACT if dtype == torch.float32 else ROUNDED_LOGITS
 
 
+SMALL: dict[str, dict[str, Any]] = {
+    "expected_attention": dict(future=16),
+    "snapkv": dict(window=3, kernel=3),
+    "rpc": dict(window=3, kernel=3),
+    "compilerkv": dict(window=3, elastic=False),  # no threshold: what stays is what keep says
+    "r_kv": dict(window=3, kernel=3),
+    "lagkv": dict(lag=3, skip=1),
+    "chunkkv": dict(chunk=3),
+    "zigzag": dict(window=4),
+    "dynamic": dict(interval=2),
+    "ams": dict(window=4, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6),
+    "match": dict(window=4),
+    "gvote": dict(p_nuc=1.0, future=3),  # everything has a vote: what stays is what keep says
+}
+"""Parameters for methods that would read more than short texts have."""
+
+
 @dataclass(frozen=True)
 class Given(Method):
     """A scorer whose scores the test writes into the observation."""

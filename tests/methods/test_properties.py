@@ -23,6 +23,7 @@ from keepset.core.method import Allocator
 from keepset.kernels.softmax import Softmax
 from tests.methods.naive import (
     DTYPES,
+    SMALL,
     SUM,
     Shape,
     alone,
@@ -35,20 +36,6 @@ from tests.methods.naive import (
 )
 from tests.tiers import FULL, examples
 
-SMALL = {
-    "snapkv": dict(window=3, kernel=3),
-    "rpc": dict(window=3, kernel=3),
-    "compilerkv": dict(window=3, elastic=False),  # no threshold: what stays is what keep says
-    "r_kv": dict(window=3, kernel=3),
-    "lagkv": dict(lag=3, skip=1),
-    "chunkkv": dict(chunk=3),
-    "zigzag": dict(window=4),
-    "dynamic": dict(interval=2),
-    "ams": dict(window=4, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6),
-    "match": dict(window=4),
-    "gvote": dict(p_nuc=1.0, future=3),  # everything has a vote: what stays is what keep says
-}
-"""Parameters for methods that would read more than short texts have."""
 INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv", "ams"]
 
 NAMES = [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)]

@@ -48,7 +48,6 @@ from tests.methods.naive import (
     dot,
     every_shape,
     heads_of,
-    kept,
     length_of,
     observe,
     random_statistics,
@@ -219,13 +218,6 @@ def test_a_channel_that_does_not_vary_counts_as_zero() -> None:
 # --- the newest queries
 
 
-@pytest.mark.parametrize(("text", "sets"), [("tova", 1), ("rpc(window=5)", 3), ("rpc(window=5, aggregation='all')", 1)])
-def test_heads_share_one_set_where_their_attention_is_averaged(text: str, sets: int) -> None:
-    recipe = Recipe.parse(text).with_budget(keep=20)
-    heads = heads_of(recipe.method, observe(Shape((40,), 3, 2, 4, 4), window=5), recipe.budget)
-    assert len({tuple(head) for head in heads}) == sets
-
-
 @pytest.mark.parametrize("block", [1, 60])
 def test_blocks_of_similarities_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(r_kv, "_BLOCK", block)
@@ -305,12 +297,8 @@ def test_statistics_of_a_file_take_the_place_of_the_texts_own(skip: int) -> None
 def test_the_models_own_scaling_cap_and_sinks_are_used() -> None:
     sinks = torch.tensor([-0.5, 1.5])
     for own in Softmax(0.9), Softmax(0.9, 1.0), Softmax(0.9, None, sinks), Softmax(0.9, 1.0, sinks):
-        check_softmax(own)
-
-
-def check_softmax(own: Softmax) -> None:
-    method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), softmax=own)
-    check_scores(method, observation, [naive_scores(method, observation, 0)], **FORMULAS[method.name].exact)
+        method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), softmax=own)
+        check_scores(method, observation, [naive_scores(method, observation, 0)], **FORMULAS[method.name].exact)
 
 
 def test_expected_attention_is_what_sampled_queries_pay_on_average() -> None:
@@ -392,12 +380,6 @@ def test_on_a_device_a_long_context_takes_few_launches_and_little_memory() -> No
 
 
 # --- statistics of the model
-
-
-def test_the_key_that_reaches_farthest_along_the_direction_stays() -> None:
-    observation = observe(Shape((9,), 2, 1, 4, 4))
-    observation.keys[0, 1, 6] = 100 * observation[ModelStatistics("")].layers[0].direction[1]
-    assert kept(QFilter().select(observation, Budget(1)), observation, 0, 1) == [6]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def page(rows: Mapping[str, Row]) -> str:
     found = [
         (f"`{kind}`", f"{', '.join(names)}: {_safe(what)}")
         for kind, row in sorted(rows.items())
-        for what, names in _inverted_findings(row).items()
+        for what, names in _inverted(row.findings).items()
     ]
     if found:
         parts += ["## Not right yet\n", _table(("type", "check and what happens"), found)]
@@ -105,10 +105,6 @@ def _counts(row: Row) -> tuple[str, str]:
 def _refusals(row: Row) -> dict[str, list[str]]:
     """Return the checks that keepset refuses, by its sentences."""
     return _inverted({name: said for name, said in row.says.items() if said != OK})
-
-
-def _inverted_findings(row: Row) -> dict[str, list[str]]:
-    return _inverted(row.findings)
 
 
 def _inverted(reasons: Mapping[str, str]) -> dict[str, list[str]]:
