@@ -173,7 +173,7 @@ def naive(model: Any, recipe: str, context: list[int], continuation: list[int]) 
     return total, greedy
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.cross
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("recipe", ["snapkv(keep=0.25, recent=1)", "adakv(knorm, keep=0.25)", "tova(keep=6, every=4)"])

@@ -57,7 +57,7 @@ def test_requests_come_run_are_preempted_and_go(recipe: str) -> None:
     assert run(recipe, recipe) == 0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.spread
 @pytest.mark.parametrize("drafts", [1, 3, 2 * BLOCK + 1])
 @pytest.mark.parametrize("recipe", [*DRAFTED, *(pytest.param(one, marks=pytest.mark.full) for one in MORE_DRAFTED)])
@@ -126,7 +126,8 @@ def test_steps_that_end_in_the_window_of_the_next_event(recipe: str) -> None:
         engine.leave(request)
 
 
-@pytest.mark.parametrize("keep", [8, 11, 13])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("keep", [11, 8, 13])
 def test_blocks_are_held_as_long_as_something_is_in_them(keep: int) -> None:
     """Counted by hand: one request, compressed every 6 tokens from its 21st on."""
     engine, request = Engine(f"dated(keep={keep}, every=6)", 40), Request(0, 21)

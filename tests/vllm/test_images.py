@@ -66,9 +66,8 @@ def check(
     return cache
 
 
-@pytest.mark.parametrize(
-    ("recipe", "extra"), [(IMAGE, [None] * 3), pytest.param(PLAIN, ASKED, marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("recipe", "extra"), [(IMAGE, [None] * 3), (PLAIN, ASKED)], ids=str)
 def test_requests_with_images_are_those_of_transformers(recipe: str, extra: list[Any], model: Path) -> None:
     own_engine = {"model": str(model), "max_model_len": 512, "num_gpu_blocks_override": 64}
     own_engine |= {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2}}

@@ -36,14 +36,15 @@ NETWORKS = "adakv(distilled(stats='FILE'), keep=40, every=12)"
 SEGMENTS = "ams(tova, window=16, keep=48, every=16)"
 REMEMBERING = "loud(keep=40, every=12)"
 RECIPES = [
-    *(RAGGED, LAYERS_DIFFER, ACROSS, SEGMENTS, REMEMBERING, NETWORKS, "gvote"),
+    *(RAGGED, LAYERS_DIFFER, ACROSS, REMEMBERING, NETWORKS, "gvote"),
     "expected_attention(keep=40, buffer=24, every=16)",  # of so few queries moments would weigh more than they
 ]
 """Undisturbed: heads and layers that keep equally many or not, counts that the data decide, and what is looked at."""
-OF_BOTH = ("adakv(distilled", "ams", "pyramid")
+OF_BOTH = ("adakv(distilled", "pyramid")
 """What the fast tier compares with the transformers runtime as well, together with `FITTED`."""
 MORE = [
-    *(EQUAL, FROM_DATA, WHOLE_PROMPTS),  # which the fast tier has in turmoil
+    *(EQUAL, FROM_DATA),  # which the fast tier has in turmoil
+    *(SEGMENTS, WHOLE_PROMPTS),
     *(ONCE, MOMENTS, "knorm(keep=60, sinks=2, recent=7)", "random(keep=0.3)", "r_kv(keep=40, every=5)"),
     *("adakv(expected_attention, bytes=0.2)", "glance(keep=0.25)", "kvcompose(task='self', keep=0.25)"),
     "tova(keep=50, prefill=False, every=12)",
@@ -106,7 +107,6 @@ LIFE = {
     "cramped": Scenario(ONCE, CRAMPED, engine=few_blocks(12, enable_prefix_caching=True)),
     "cramped and foreseen": Scenario("snapkv(window=8, keep=32, every=16)", CRAMPED, engine=few_blocks(12)),
     "sharing": Scenario(EQUAL, SHARING, engine=SHARED),
-    "whole prompts": Scenario(WHOLE_PROMPTS, SHARING, engine=SHARED),
     "alone": Scenario(EQUAL, [Ask(IDS[:200], 100)]),
 }
 MORE_LIFE = {
@@ -120,6 +120,7 @@ MORE_LIFE = {
     "growing": Scenario("adakv(snapkv(window=8), keep=60, every=16)", GROWING, engine=few_blocks(12)),
     "urgent": Scenario(ONCE, URGENT, engine=few_blocks(12, scheduling_policy="priority")),
     "sharing of ragged heads": Scenario(RAGGED, SHARING, engine=SHARED),
+    "whole prompts": Scenario(WHOLE_PROMPTS, SHARING, engine=SHARED),
     "sharing of networks": Scenario("distilled(stats='FILE', keep=40, every=16)", SHARING, engine=SHARED),
     "sharing until it decodes": Scenario("snapkv(window=8, keep=40, every=16, prefill=False)", SHARING, engine=SHARED),
     "short prompts": Scenario("snapkv(window=8, keep=0.3, short=100)", UNDISTURBED, engine=CHUNKED),
@@ -255,14 +256,14 @@ def test_prefixes_are_shared_as_far_as_nothing_writes_to_them(engine_of: EngineO
     sharing = engine_of("sharing")
     assert sharing.cached == [0, 96, 160, 160]
     assert sharing.events[0][0]["step"] < sharing.log[1][0][0]
-    assert engine_of("whole prompts").cached == [0, 0, 0, 0]  # of shared pages it would not see the queries
 
 
 @pytest.mark.full
 def test_prefixes_are_shared_under_other_recipes(engine_of: EngineOf) -> None:
     assert engine_of("sharing of ragged heads").cached == [0, 64, 128, 128]
     assert engine_of("sharing until it decodes").cached == [0, 128, 160, 160]
-    assert not any(engine_of("turmoil of whole prompts").cached)
+    for name in ("whole prompts", "turmoil of whole prompts"):  # of shared pages they would not see the queries
+        assert not any(engine_of(name).cached)
     together = engine_of("together")
     assert together.cached == [0, 160] and [log[0][2] for log in together.log] == [200, 40]
 

@@ -34,6 +34,7 @@ def refusal(tokenizer: Any, text: str, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("tokens", [64, 200, 1024, 4096])
 @pytest.mark.parametrize("needle", [None, NEEDLE, OWN], ids=["none", "hidden", "own"])
 def test_prompt_is_as_long_as_asked_and_the_continuation_follows(

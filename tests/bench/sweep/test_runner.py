@@ -352,6 +352,7 @@ def all_timeless(cells: dict[str, Record]) -> dict[str, Record]:
     return {name: timeless(cell) for name, cell in cells.items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.spread
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
