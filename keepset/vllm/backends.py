@@ -21,7 +21,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.vllm.attention import CompressedAttentionImpl, CompressedImpl
 from keepset.vllm.cpu_pages import CPUPages
 from keepset.vllm.cpu_rows import RowsImpl, RowsMetadataBuilder, RowsMixin, attend_ragged
-from keepset.vllm.engine_context import PlannedStep, activate, active
+from keepset.vllm.engine_context import EngineContext, PlannedStep, activate, active
 from keepset.vllm.formats import WHOLE, as_on_gpus
 from keepset.vllm.latents import LatentImpl
 from keepset.vllm.metadata import KeepBuilder, RecurrentBuilder
@@ -117,14 +117,13 @@ class KeepBackend(AttentionBackend):
     Attributes:
         registered: vLLM's name of the backend.
         plain: vLLM's own backend.
-        impl, builder: keepset's layer and metadata builder; None for backends that keepset does not know.
-        of_rows: layer and metadata builder for quantised caches, if they differ.
+        own: keepset's layer and metadata builder; None for backends that keepset does not know.
+        of_rows: those for quantised caches.
     """
 
     registered: ClassVar[str]
     plain: ClassVar[type[AttentionBackend]]
-    impl: ClassVar[type[Any] | None]
-    builder: ClassVar[type[Any] | None]
+    own: ClassVar[tuple[type[Any], type[Any]] | None]
     of_rows: ClassVar[tuple[type[Any], type[Any]] | None]
     supports_kv_cache_update_bypass = False  # in vLLM 0.33 the model itself would write to the cache
 
@@ -143,7 +142,8 @@ class KeepBackend(AttentionBackend):
         context = activate()  # raises first if something else cannot be served
         if context is None:
             return cls.plain.get_impl_cls()
-        if cls.impl is None:
+        own = cls._own_classes(context)
+        if own is None:
             served = [name for name, layer in _LAYERS.items() if (layer is LatentImpl) == cls.plain.is_mla()]
             # vLLM chooses TURBOQUANT by the cache's type, which is the only one that it serves.
             on_gpus = ", ".join(name for name in served if name not in (*_ON_CPUS, "TURBOQUANT"))
@@ -152,23 +152,24 @@ class KeepBackend(AttentionBackend):
                 f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "
                 f"choose one of {on_gpus} (--attention-backend) or, on CPUs, {on_cpus}."
             )
-        if cls.of_rows is None or context.cache_dtype in WHOLE:
-            return cls.impl
-        return cls.of_rows[0]
+        return own[0]
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]
         # While the model is built, layers that attend to chunks derive their builder from this one, perhaps first.
         context = active() if get_current_vllm_config_or_none() is None else activate()
-        if context is None or cls.builder is None:
-            return cls.plain.get_builder_cls()
-        return cls.builder if cls.of_rows is None or context.cache_dtype in WHOLE else cls.of_rows[1]
+        own = None if context is None else cls._own_classes(context)
+        return cls.plain.get_builder_cls() if own is None else own[1]
+
+    @classmethod
+    def _own_classes(cls, context: EngineContext) -> tuple[type[Any], type[Any]] | None:
+        return cls.own if context.config.cache_config.cache_dtype in WHOLE else cls.of_rows
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         spec = super().customize_spec(spec)
         context = active()
-        if context is not None and cls.of_rows is not None:
+        if context is not None and cls.of_rows is not cls.own:
             spec = as_on_gpus(spec)
         return spec if context is None else context.customize_spec(spec)
 
@@ -201,12 +202,12 @@ def _backend(name: str) -> type[AttentionBackend]:
     """Return vLLM's backend with keepset's mixins. Its classes are in this module, where vLLM looks them up by name."""
     plain = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     place = {"__module__": __name__}
-    classes: dict[str, Any] = {"registered": name, "plain": plain, "impl": None, "builder": None, "of_rows": None}
+    classes: dict[str, Any] = {"registered": name, "plain": plain, "own": None, "of_rows": None}
     if name in _LAYERS:
         impl, builder = plain.get_impl_cls(), plain.get_builder_cls()
         own = impl.__name__.replace("Attention", "").replace("Backend", "").replace("Impl", "KeepImpl")
-        classes["impl"] = type(own, (_LAYERS[name], impl), place)
-        classes["builder"] = type(f"Keep{builder.__name__}", (KeepBuilder, builder), place)
+        own_builder = type(f"Keep{builder.__name__}", (KeepBuilder, builder), place)
+        classes["own"] = classes["of_rows"] = type(own, (_LAYERS[name], impl), place), own_builder
         if name == "CPU_ATTN":
             of_rows = type("CPURowsKeepImpl", (RowsMixin, RowsImpl, impl), place)
             classes["of_rows"] = of_rows, type("KeepRowsBuilder", (KeepBuilder, RowsMetadataBuilder), place)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -46,16 +46,8 @@ from keepset.vllm.spec import KeepSpec
 logger = init_logger(__name__)
 
 
-class OwnBudget(NamedTuple):
-    """A request's own budget.
-
-    Attributes:
-        budget: the budget; None if nothing is dropped.
-        pages: its first page in each group of compressed layers.
-    """
-
-    budget: Budget | None
-    pages: list[int]
+OwnBudget = tuple[Budget | None, list[int]]
+"""A request's own budget, None if nothing is dropped; and its first page in each group of compressed layers."""
 
 
 @dataclass
@@ -278,7 +270,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         # One at a time, so that unused reserved blocks do not keep other requests out.
         if not self._beginning and self._managers[0].block_pool.get_num_free_blocks() >= len(self._managers):
             budget = None if known.recipe is None else known.recipe.budget
-            self._beginning[name] = OwnBudget(budget, [manager.reserve(name) for manager in self._managers])
+            self._beginning[name] = budget, [manager.reserve(name) for manager in self._managers]
         return None, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:

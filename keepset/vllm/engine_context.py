@@ -130,11 +130,6 @@ class EngineContext:
         built_last = self._target is not None and name not in self._target
         return built_last or extract_layer_index(name) >= self.config.model_config.get_total_num_hidden_layers()
 
-    @property
-    def cache_dtype(self) -> str:
-        """vLLM's name of the cache's type."""
-        return self.config.cache_config.cache_dtype
-
     @cached_property
     def layers(self) -> dict[str, int]:
         """The indices of the compressed layers by name: the layers of this process that attend to all tokens."""
@@ -233,9 +228,10 @@ class EngineContext:
 
     def _stored_bytes(self, spec: AttentionSpec) -> int:
         """Return the bytes of an entry of one head in quantised layers; vLLM may leave some layers unquantised."""
-        if self.cache_dtype not in PACKED:
+        kind = self.config.cache_config.cache_dtype
+        if kind not in PACKED:
             return spec.state_content_size_bytes
-        slots, content = packed_slots(self.cache_dtype, spec.num_kv_heads, spec.head_size)
+        slots, content = packed_slots(kind, spec.num_kv_heads, spec.head_size)
         return slots * content // spec.num_kv_heads
 
     def _check_cache(self, spec: AttentionSpec) -> None:
@@ -243,8 +239,9 @@ class EngineContext:
         if current_platform.is_cpu():
             return
         device = torch.device(current_platform.device_type)
-        if self.cache_dtype in ROW_SCALES:
-            check_rows(self.cache_dtype, spec.num_kv_heads, self._layer.head_size, self.dtype, device)
+        kind = self.config.cache_config.cache_dtype
+        if kind in ROW_SCALES:
+            check_rows(kind, spec.num_kv_heads, self._layer.head_size, self.dtype, device)
         layers = self.config.compilation_config.static_forward_context
         packed = [layers[name] for name in self.layers if layers[name].kv_cache_dtype in PACKED]
         if packed:

@@ -101,7 +101,11 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
-    yield from _of_cache_dtype(config, recipe)
+    dtype, readable = config.cache_config.cache_dtype, (*WHOLE, *LAYER_SCALES, *ROW_SCALES, *PACKED)
+    if dtype not in readable:
+        yield f"it cannot read a KV cache of kind {dtype}; use kv_cache_dtype {', '.join(readable)}."
+    elif dtype in PACKED:
+        yield from _of_packed(config, recipe)
     if config.model_config.use_mla:
         yield from _of_latents(config, recipe)
     if config.attention_config.use_non_causal:
@@ -139,14 +143,6 @@ def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "keepset does not take back tokens that were loaded; leave kv_load_failure_policy out."
     elif "ExampleConnector" in names and config.parallel_config.world_size > 1:
         yield "ExampleConnector writes the pages of all GPUs to one file; take OffloadingConnector."
-
-
-def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    dtype, served = config.cache_config.cache_dtype, (*WHOLE, *LAYER_SCALES, *ROW_SCALES, *PACKED)
-    if dtype not in served:
-        yield f"it cannot read a KV cache of kind {dtype}; use kv_cache_dtype {', '.join(served)}."
-    elif dtype in PACKED:
-        yield from _of_packed(config, recipe)
 
 
 def _of_packed(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
