@@ -220,7 +220,7 @@ def generate(model: Any, ids: Tensor, past: Any = None, mask: Tensor | None = No
     """`model.generate` with every step's logits."""
     mask = torch.ones_like(ids) if mask is None else mask
     with torch.no_grad():
-        return model.generate(ids, attention_mask=mask, past_key_values=past, **{**GREEDY, **options})
+        return model.generate(input_ids=ids, attention_mask=mask, past_key_values=past, **{**GREEDY, **options})
 
 
 def full(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:

@@ -28,10 +28,9 @@ def shape_of(model: Any) -> tuple[int, int]:
 
 
 @pytest.fixture
-def tables(tmp_path: Path, request: pytest.FixtureRequest) -> str:
+def tables(tmp_path: Path, name: str) -> str:
     """A file of tables for the test's model, with thresholds far apart."""
-    layers, heads = shape_of(tiny(request.getfixturevalue("name")))
-    tables = random_tables(layers, heads)
+    tables = random_tables(*shape_of(tiny(name)))
     tables.gate.copy_(torch.rand(tables.gate.shape, generator=torch.Generator().manual_seed(1)))
     save(tables, tmp_path / "tables")
     return str(tmp_path / "tables")

@@ -11,9 +11,9 @@ import torch
 
 import keepset
 from tests.hf.contract.builds import KINDS, NOT_BUILT, build
-from tests.hf.contract.check import LENGTH, NEEDS, OK, check, generate, masked
+from tests.hf.contract.check import LENGTH, NEEDS, NEW, OK, check, masked
 from tests.hf.contract.page import PAGE, types_in
-from tests.hf.models import prompt
+from tests.hf.models import generate, prompt
 from tests.tiers import FULL
 
 WORK = {
@@ -72,9 +72,9 @@ def test_tokens_of_an_image_see_each_other() -> None:
     image[:, 10:30] = 1
 
     def said(past: Any) -> Any:
-        return generate(model, ids, past, token_type_ids=image)
+        return generate(model, ids, past, token_type_ids=image, max_new_tokens=NEW)
 
-    expected, as_text = said(None), generate(model, ids, None)
+    expected, as_text = said(None), generate(model, ids, max_new_tokens=NEW)
     assert (expected.logits[0] - as_text.logits[0]).abs().max() > 0.01
     assert torch.equal(said(keepset.Cache(model, "h2o(keep=1.0)")).sequences, expected.sequences)
     past = keepset.Cache(model, "snapkv(window=8, keep=20)", history=True)

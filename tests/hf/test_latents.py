@@ -21,8 +21,8 @@ from keepset.hf.attention import set_pending_latents
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.contract.builds import build
-from tests.hf.contract.check import generate, masked
-from tests.hf.models import PLAIN, check_copies, padded_prompt, prompt, refusal, tiny
+from tests.hf.contract.check import masked
+from tests.hf.models import PLAIN, check_copies, generate, padded_prompt, prompt, refusal, tiny
 
 LENGTH, HEADS, LATENT, ROTATED = 36, 4, 24, 8
 KINDS = "deepseek_v2", "deepseek_v3", "minicpm3"
@@ -34,9 +34,9 @@ by_model = pytest.mark.parametrize("kind", KINDS)
 def test_its_own_tokens_if_all_stays(kind: str) -> None:
     model, ids = latent(kind), prompt(1, LENGTH)
     model.set_attn_implementation("sdpa")
-    expected = generate(model, ids, DynamicCache(config=model.config), 8).sequences
+    expected = generate(model, ids, DynamicCache(config=model.config), max_new_tokens=8).sequences
     for recipe in ("knorm(keep=1.0)", "adakv(snapkv(window=5), keep=99, every=3)"):
-        assert torch.equal(generate(model, ids, keepset.Cache(model, recipe), 8).sequences, expected)
+        assert torch.equal(generate(model, ids, keepset.Cache(model, recipe), max_new_tokens=8).sequences, expected)
 
 
 RECIPES = [
@@ -57,7 +57,7 @@ def test_dropped_entries_are_hidden_from_all_heads(
     if implementation == "triton":
         request.getfixturevalue("triton_interpreted")
     past = keepset.Cache(model, recipe, history=True)
-    output = generate(model, ids, past, 6)
+    output = generate(model, ids, past, max_new_tokens=6)
     assert past.keep_set.entries == 14 * len(past.managed_layers)
     gap = torch.stack(output.logits, 1) - masked(model, past, output)
     assert gap.abs().max() < 2e-3 * max(float(output.logits[0].std()), 1.0)
@@ -164,14 +164,14 @@ def test_batches_files_forks_and_tokens_taken_back(kind: str, recipe: str, tmp_p
 
 @torch.no_grad()
 def test_what_is_refused() -> None:
-    ids = prompt(1, LENGTH)
+    model, ids = latent("deepseek_v3"), prompt(1, LENGTH)
     with refusal("no value can be replaced by itself: leave match out of the recipe"):
-        generate(latent("deepseek_v3"), ids, keepset.Cache(latent("deepseek_v3"), "match(knorm, keep=12)"))
+        generate(model, ids, keepset.Cache(model, "match(knorm, keep=12)"), max_new_tokens=2)
     other = build("deepseek_v3")
     expand = other.model.layers[0].self_attn.expand_kv
     other.model.layers[0].self_attn.expand_kv = lambda *parts: tuple(2 * part for part in expand(*parts))
     with refusal("DeepseekV3Attention makes keys and values of what it caches in a way that keepset does not know"):
-        generate(other, ids, keepset.Cache(other, "knorm(keep=12)"))
+        generate(other, ids, keepset.Cache(other, "knorm(keep=12)"), max_new_tokens=2)
 
 
 @torch.no_grad()

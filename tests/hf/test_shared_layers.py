@@ -20,8 +20,17 @@ from keepset.core.features.runtime_features import OutputProjection, RecentQueri
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.contract.builds import build
-from tests.hf.contract.check import generate, masked
-from tests.hf.models import PLAIN, padded_prompt, prompt, refusal, same_keep_set, untrained, with_random_weights
+from tests.hf.contract.check import masked
+from tests.hf.models import (
+    PLAIN,
+    generate,
+    padded_prompt,
+    prompt,
+    refusal,
+    same_keep_set,
+    untrained,
+    with_random_weights,
+)
 
 LENGTH, HEADS, KV_HEADS = 36, 4, 2
 READERS = {"gemma3n_text": [1, 3], "gemma4_text": [1, 3, 4]}
@@ -45,9 +54,9 @@ def shared(kind: str) -> Any:
 def test_its_own_tokens_if_all_stays(kind: str) -> None:
     model, ids = shared(kind), prompt(1, LENGTH)
     model.set_attn_implementation("sdpa")
-    expected = generate(model, ids, DynamicCache(config=model.config), 8).sequences
+    expected = generate(model, ids, DynamicCache(config=model.config), max_new_tokens=8).sequences
     for recipe in ("knorm(keep=1.0)", "adakv(snapkv(window=5), keep=99, every=3)"):
-        assert torch.equal(generate(model, ids, keepset.Cache(model, recipe), 8).sequences, expected)
+        assert torch.equal(generate(model, ids, keepset.Cache(model, recipe), max_new_tokens=8).sequences, expected)
 
 
 @pytest.mark.few(4)
@@ -68,7 +77,7 @@ def test_its_own_tokens_if_all_stays(kind: str) -> None:
 def test_dropped_entries_are_hidden_from_every_layer_that_reads_them(kind: str, recipe: str) -> None:
     model, ids = shared(kind), prompt(1, LENGTH)
     past = keepset.Cache(model, recipe, history=True)
-    output = generate(model, ids, past, 9)
+    output = generate(model, ids, past, max_new_tokens=9)
     assert list(past.managed_layers) == [1] and past.keep_set.entries == 14 * KV_HEADS
     gap = torch.stack(output.logits, 1) - masked(model, past, output)
     assert gap.abs().max() < 2e-3 * max(float(output.logits[0].std()), 1.0)

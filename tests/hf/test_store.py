@@ -61,7 +61,7 @@ class Stores(RuleBasedStateMachine):
         self.numbers = itertools.count(1)
         self.pairs_made: list[Pair] = []
         table = [[[self.entry(at, credited=True) for at in range(entries)] for _ in range(heads)] for _ in range(batch)]
-        columns = {name: column for name, column in self.columns(table).items()}
+        columns = self.columns(table)
         if by_token:
             columns = {name: c.transpose(1, 2).contiguous().transpose(1, 2) for name, c in columns.items()}
         return self.kept(data, columns, table)

@@ -223,21 +223,6 @@ def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange
     assert output[0, 0, :2].isfinite().all() and output[0, 0, 2:].isnan().all()
 
 
-def test_grown_heads(triton_interpreted: None) -> None:
-    """A table is written once: how much all heads have grown since is said by a number."""
-    packed = packed_heads([[3, 8]], (8, 8), torch.float32, spare=2)
-    queries = torch.randn(1, 2, 1, 8, generator=seeded(1))
-    before = ragged_attention(queries, [packed], Softmax(0.3))
-    for run in packed.runs:
-        run.view(packed.keys, run.count, 1).fill_(0.7)
-        run.view(packed.values, run.count, 1).fill_(0.2)
-        run.count += 1
-    packed.grown += 1
-    grown = ragged_attention(queries, [packed], Softmax(0.3))
-    assert not torch.equal(grown, before)
-    assert torch.equal(grown, ragged_attention(queries, [replace(packed, grown=0)], Softmax(0.3)))
-
-
 @pytest.mark.cross
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("dtype", TOLERANCE)

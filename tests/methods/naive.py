@@ -79,7 +79,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "snapkv": dict(window=3, kernel=3),
     "rpc": dict(window=3, kernel=3),
     "compilerkv": dict(window=3, elastic=False),  # no threshold: what stays is what keep says
-    "r_kv": dict(window=3, kernel=3),
+    "r_kv": dict(window=5, kernel=3),
     "lagkv": dict(lag=3, skip=1),
     "chunkkv": dict(chunk=3),
     "zigzag": dict(window=4),

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import keepset
 from tests.hf.contract.builds import usual_layers
-from tests.hf.models import GREEDY
+from tests.hf.models import generate
 
 LENGTH, NEW, KEEP = 40, 5, 20
 NEEDS = {
@@ -80,12 +80,9 @@ def check(kind: str, model: Any, needs: Iterable[str] = NEEDS) -> Row:
     # Of a model with soft caps transformers' SDPA leaves them out.
     model.set_attn_implementation("sdpa" if model._supports_sdpa and capped is None else "eager")
     with _found(row, "own tokens"):
-        expected = generate(model, ids, DynamicCache(config=model.config.get_text_config(decoder=True))).sequences
-        _run(
-            row,
-            "all kept",
-            lambda: _same_tokens(generate(model, ids, keepset.Cache(model, "knorm(keep=1.0)")), expected),
-        )
+        own = DynamicCache(config=model.config.get_text_config(decoder=True))
+        expected = generate(model, ids, own, max_new_tokens=NEW).sequences
+        _run(row, "all kept", lambda: _all_kept(model, ids, expected))
     if "own tokens" in row.findings:
         return row
     if row.says.get("all kept", OK) != OK:
@@ -95,13 +92,6 @@ def check(kind: str, model: Any, needs: Iterable[str] = NEEDS) -> Row:
         _run(row, need, lambda recipe=NEEDS[need]: _compressed(model, ids, recipe))
     _run(row, "every", lambda: _compressed(model, ids, EVERY, new=10))
     return row
-
-
-def generate(model: Any, ids: Tensor, past: Any, new: int = NEW, **more: Any) -> Any:
-    """The model's most likely tokens, with every step's logits."""
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
-    with torch.no_grad():
-        return model.generate(**inputs, past_key_values=past, max_new_tokens=new, **GREEDY)
 
 
 def told(error: Exception) -> str:
@@ -142,7 +132,8 @@ def _found(row: Row, name: str) -> Iterator[None]:
         row.findings[name] = told(error)
 
 
-def _same_tokens(output: Any, expected: Tensor) -> str:
+def _all_kept(model: Any, ids: Tensor, expected: Tensor) -> str:
+    output = generate(model, ids, keepset.Cache(model, "knorm(keep=1.0)"), max_new_tokens=NEW)
     if torch.equal(output.sequences, expected):
         return ""
     return f"other tokens than the model's own: {output.sequences[0, LENGTH:]} for {expected[0, LENGTH:]}"
@@ -151,7 +142,7 @@ def _same_tokens(output: Any, expected: Tensor) -> str:
 def _compressed(model: Any, ids: Tensor, recipe: str, new: int = NEW) -> str:
     """Compress a prompt, and compare with the model run densely behind a mask; return what is wrong."""
     past = keepset.Cache(model, recipe, history=True)
-    output = generate(model, ids, past, new)
+    output = generate(model, ids, past, max_new_tokens=new)
     counts = past.events[0].keep_set.counts
     if counts.sum() != KEEP * counts.numel():
         return f"kept {counts.flatten().tolist()} entries of {KEEP} for each head"
