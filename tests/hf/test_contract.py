@@ -49,7 +49,7 @@ def test_every_type_is_in_the_table() -> None:
     assert [kind for kind, times in listed.items() if times > 1] == []
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", sorted(WORK.keys() & {*KINDS}))
 def test_some_types_work(kind: str) -> None:
     """The fast tier has three kinds of recipes on each type, and each kind of recipe on some types."""

@@ -399,7 +399,7 @@ def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
     follow(scheduled(name, every=3), 20, tiny("smollm3"), length)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "habit", "pool", "knorm"])
 @pytest.mark.parametrize("every", [1, 6, 8, 30])

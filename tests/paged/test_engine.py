@@ -18,14 +18,14 @@ RECIPES = [
     "adakv(snapkv(window=4, kernel=3), floor=0, keep=10, every=9)",
     "pyramid(dated, beta=3, keep=12, every=5)",
     "snapkv(window=9, kernel=3, keep=11, every=4)",
-    "r_kv(window=7, kernel=3, keep=13, every=5)",
     "ams(tova, window=11, kernel=3, min_segment=2, max_segment=4, keep=13, recent=4, every=8)",
-    "rpc(window=6, kernel=3, keep=12, recent=3, every=13, prefill=False)",
     "loud(window=4, keep=10, every=4)",
     "mass(window=4, share=0.7, every=6)",
     "pool(snapkv(window=4, kernel=3), keep=11, recent=4, every=7)",
 ]
 FURTHER = [
+    "rpc(window=6, kernel=3, keep=12, recent=3, every=13, prefill=False)",
+    "r_kv(window=7, kernel=3, keep=13, every=5)",
     "dated(keep=13, every=6)",
     "snapkv(window=5, kernel=3, keep=11, every=6)",
     "adakv(dated, keep=13, every=6)",

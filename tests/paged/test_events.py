@@ -70,7 +70,7 @@ def test_an_event_is_executed_though_its_request_is_gone(executed: Executed) -> 
     assert sorted(executed) == sorted((layer, at) for layer in range(3) for at in (30, 40))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("recipe", "prompts", "rows"),
     [
