@@ -11,6 +11,8 @@ import pytest
 
 import keepset
 
+pytestmark = pytest.mark.full
+
 MODULE = [sys.executable, "-m", "keepset"]
 SCRIPT = [str(Path(sys.executable).with_name("keepset"))]
 
@@ -19,7 +21,7 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("how", [SCRIPT, pytest.param(MODULE, marks=pytest.mark.full)], ids=["script", "module"])
+@pytest.mark.parametrize("how", [SCRIPT, MODULE], ids=["script", "module"])
 def test_refuses_without_a_trace_back(how: list[str], tmp_path: Path) -> None:
     done = start([*how, "methods", "snapvk"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -27,7 +29,6 @@ def test_refuses_without_a_trace_back(how: list[str], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
 def test_a_module_says_what_is_asked_and_nothing_else(tmp_path: Path) -> None:
     done = start([*MODULE, "methods", "--json", "-"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -62,6 +62,7 @@ def test_a_request_that_fails_is_a_figure(fake: Fake) -> None:
     assert any("503" in error for error in figures["errors"])
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("bench")
 def test_a_load_that_takes_too_long_is_ended(fake: Fake) -> None:
     fake.first = 5.0

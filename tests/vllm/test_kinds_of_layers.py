@@ -45,15 +45,17 @@ from tests.vllm.test_tiny import (
     few_blocks,
 )
 
+pytestmark = pytest.mark.full
+
 WINDOW = 48
 KINDS = ["full_attention", "full_attention", "sliding_attention"] * 2
 """Four layers that attend to all tokens and two with windows: two groups of the former, not of neighbours."""
 EVERYTHING = "knorm(keep=1.0)"
 ALONE = [Ask(IDS[:200], 100)]
-SCENARIOS = {"alone": Scenario(EQUAL, ALONE)}
 RECIPES = [RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS]
-MORE = {recipe: Scenario(recipe, UNDISTURBED, engine=CHUNKED) for recipe in [*RECIPES, EVERYTHING]} | {
+SCENARIOS = {recipe: Scenario(recipe, UNDISTURBED, engine=CHUNKED) for recipe in [*RECIPES, EVERYTHING]} | {
     "no recipe": Scenario(None, UNDISTURBED, engine=CHUNKED),
+    "alone": Scenario(EQUAL, ALONE),
     "turmoil": Scenario(EQUAL, TURMOIL, (9, 33), {"max_num_batched_tokens": 96, "kv_transfer_config": CONNECTOR}),
 }
 FORESEEN = "snapkv(window=8, keep=32, every=16)"
@@ -102,16 +104,9 @@ def oracle(windows: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def engine_of(windows: Path) -> Callable[[str], Result]:
-    """What the engine of a name did; those of a group run one after another in one process."""
-    answers: dict[str, Any] = {}
-
-    def find(name: str) -> Result:
-        if name not in answers:
-            (some,) = [group for group in (SCENARIOS, MORE) if name in group]
-            answers.update(answers_of({each: on(windows, scenario) for each, scenario in some.items()}))
-        return result(answers, name)
-
-    return find
+    """What the engine of a name did; they ran one after another in one process."""
+    answers = answers_of({name: on(windows, scenario) for name, scenario in SCENARIOS.items()})
+    return lambda name: result(answers, name)
 
 
 def on(folder: Path, scenario: Scenario) -> Scenario:
@@ -121,7 +116,6 @@ def on(folder: Path, scenario: Scenario) -> Scenario:
 EngineOf = Callable[[str], Result]
 
 
-@pytest.mark.full
 def test_whatever_happens_it_is_the_reference(engine_of: EngineOf, model: PreTrainedModel, oracle: Oracle) -> None:
     engine = engine_of("turmoil")
     assert engine.groups == 3 and min(engine.preemptions[:5]) == 2
@@ -148,7 +142,6 @@ def test_pages_of_layers_that_attend_to_all_tokens_are_freed(engine_of: EngineOf
     assert engine.stats["entries_kept"] == len(events) * 40 * 2 * 4  # of two heads of four layers
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_is_the_reference(recipe: str, engine_of: EngineOf, model: PreTrainedModel, oracle: Oracle) -> None:
     engine = engine_of(recipe)
@@ -157,7 +150,6 @@ def test_it_is_the_reference(recipe: str, engine_of: EngineOf, model: PreTrained
     check_transformers(model, recipe, UNDISTURBED, engine)
 
 
-@pytest.mark.full
 def test_where_everything_may_stay_it_is_vllm(engine_of: EngineOf, oracle: Oracle) -> None:
     everything, plain = engine_of(EVERYTHING), engine_of("no recipe")
     check_oracle(oracle, None, UNDISTURBED, plain)
@@ -166,7 +158,6 @@ def test_where_everything_may_stay_it_is_vllm(engine_of: EngineOf, oracle: Oracl
     assert plain.classes == ["CPUAttentionBackendImpl"] and everything.classes == ["CPUKeepImpl"]
 
 
-@pytest.mark.full
 @torch.no_grad()
 def test_windows_are_shared_as_far_as_they_follow_from_tokens(
     windows: Path, model: PreTrainedModel, oracle: Oracle
@@ -202,7 +193,6 @@ EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 CAPS = {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 3.0}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "own", "change"),
     [(GptOssConfig, EXPERTS, draw_sinks), (Gemma2Config, CAPS, shrink_embeddings)],
@@ -220,7 +210,6 @@ def test_caps_and_sinks(config: Any, own: dict[str, Any], change: Any, tmp_path:
         check_transformers(model, recipe, UNDISTURBED, result(answers, recipe))
 
 
-@pytest.mark.full
 def test_beside_convolutions(tmp_path: Path) -> None:
     """vLLM keeps their states in pages, which it clears between two steps: the events of one must not see that."""
     shape = {name: value for name, value in SHAPE.items() if name != "head_dim"} | {"num_attention_heads": 2}
@@ -249,7 +238,6 @@ def check_beside(folder: Path, engine: dict[str, Any]) -> None:
         some.check_nothing_left()
 
 
-@pytest.mark.full
 def test_beside_chunks(tmp_path: Path) -> None:
     """Layers that attend to chunks of the text."""
     kinds = {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}
@@ -258,7 +246,6 @@ def test_beside_chunks(tmp_path: Path) -> None:
     check_beside(saved(tmp_path, Llama4TextConfig(**SHAPE, **kinds, **own, **experts, **NO_PADDING)), CHUNKED)
 
 
-@pytest.mark.full
 def test_beside_mamba(tmp_path: Path) -> None:
     """Layers with attention and a recurrent state (Mamba 2) side by side."""
     own = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16}
@@ -266,7 +253,6 @@ def test_beside_mamba(tmp_path: Path) -> None:
     check_beside(saved(tmp_path, config), CHUNKED | {"kv_transfer_config": CONNECTOR})
 
 
-@pytest.mark.full
 def test_beside_gated_delta_nets(tmp_path: Path) -> None:
     """In 16 bits, as vLLM computes them on CPUs, for heads of this size.
 
@@ -294,7 +280,6 @@ def test_beside_gated_delta_nets(tmp_path: Path) -> None:
     few.check_nothing_left()
 
 
-@pytest.mark.full
 def test_models_without_layers_that_grow_are_refused(tmp_path: Path) -> None:
     """When the engine starts: of recurrent layers vLLM asks keepset nothing else."""
     shape = {name: SHAPE[name] for name in ("hidden_size", "vocab_size")}
