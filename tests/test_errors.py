@@ -10,6 +10,7 @@ import pytest
 from transformers import T5Config
 
 import keepset
+from keepset.contexts.file import header
 from keepset.errors import (
     BudgetError,
     CorruptFileError,
@@ -18,7 +19,6 @@ from keepset.errors import (
     UnsupportedEngineError,
     UnsupportedModelError,
 )
-from keepset.hf.saved import header
 from keepset.serving.start_checks import check_installed
 
 

@@ -126,10 +126,10 @@ def ask(
     check_text("The question", question)
     sampling = Sampling(output_tokens, temperature, seed)
 
-    from keepset.hf import saved
+    from keepset.contexts import file as context_files
     from keepset.hf.cache import Cache
 
-    header = saved.header(file)
+    header = context_files.header(file)
     name = header.model if model is None else model
     if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).is_dir():
         raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: give its place with --model.")

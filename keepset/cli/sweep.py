@@ -93,7 +93,7 @@ def sweep_grid(
     from keepset.bench.sweep import sweep
     from keepset.bench.sweep.runner import Runner
     from keepset.bench.sweep.store import Store
-    from keepset.hf.fingerprint import fingerprint
+    from keepset.contexts.fingerprint import fingerprint
 
     # With Ray it is the workers' GPUs that compute.
     loaded, tokenizer = load(source._replace(device="cpu") if ray else source)

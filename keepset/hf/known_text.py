@@ -7,19 +7,18 @@ is unchanged.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Self, TypeGuard
 
-import numpy as np
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationMixin
 
+from keepset.contexts.text_digest import text_digest
 from keepset.errors import KeepsetError
 
 
@@ -86,16 +85,6 @@ class ToldTokens(KnownTokens):
 
     def rows(self, rows: Int[Tensor, " rows"]) -> ToldTokens:
         return replace(self, ids=self.ids[rows.to(self.ids.device)])
-
-
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the bytes whose digest identifies a text."""
-    return np.asarray(tokens, dtype="<i8").tobytes()
-
-
-def text_digest(tokens: Sequence[int]) -> str:
-    """Return the digest that a file has of a text's tokens."""
-    return hashlib.sha256(token_bytes(tokens)).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

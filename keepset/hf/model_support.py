@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from keepset.contexts.fingerprint import has_other_weights, sample_of
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.select import NAN_MODEL
@@ -19,7 +20,6 @@ from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionInput, by_group
-from keepset.hf.fingerprint import has_other_weights, sample_of
 
 
 def check_model(model: nn.Module) -> None:

@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from keepset.contexts.columns import ENTRIES, RESIDUAL, SCALES, STORED, heads_of, split_residual
 from keepset.core.keep_set import HeadCounts
-from keepset.core.observation import BIAS, LazyObservation
+from keepset.core.observation import LazyObservation
 from keepset.kernels.attention import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
 from keepset.kernels.entry_format import FORMATS, EntryFormat, format_of
@@ -25,14 +26,6 @@ from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
 
 SLACK = 64
 """Free places per head that a store allocates at once when it grows, at least."""
-_ENTRIES = ("keys", "values", "positions")
-"""The columns that every store has; all others are a method's own."""
-_SCALES = {"keys": "key_scale", "values": "value_scale"}
-"""Two more columns if keys and values are stored in few bits: their scales."""
-_STORED = (*_SCALES, *_SCALES.values())
-"""The columns in which keys and values are stored."""
-RESIDUAL = "residual."
-"""The prefix of the names of a residual's columns, if they are together with the others."""
 _SHARE = 8
 """A growing store allocates at least one free place per this many entries, so growth costs constant time per entry."""
 
@@ -103,9 +96,8 @@ class EntryStore:
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
         """Return a store of columns without free places."""
         batch, kv_heads = counts.shape
-        own = {name: column for name, column in columns.items() if not name.startswith(RESIDUAL)}
+        own, residual = split_residual(columns)
         store = cls(batch, kv_heads, own, lambda: counts.flatten().tolist())
-        residual = {name.removeprefix(RESIDUAL): column for name, column in columns.items() if name not in own}
         if residual:
             store.residual = cls.of(residual, residual.pop("counts"))
         return store
@@ -117,10 +109,7 @@ class EntryStore:
     @cached_property
     def heads(self) -> PackedHeads:
         """The entries as attention takes them; recomputed after they or the residual's have moved (`_moved`)."""
-        keys, values, positions = (self._columns[name] for name in _ENTRIES)
-        bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
-        residual = None if self.residual is None else self.residual.heads
-        return PackedHeads(keys, values, positions, self._runs, bias, key_scale, value_scale, residual)
+        return heads_of(self._columns, self._runs, None if self.residual is None else self.residual.heads)
 
     @property
     def attended(self) -> PackedHeads:
@@ -179,7 +168,7 @@ class EntryStore:
     @property
     def token_bytes(self) -> int:
         """Bytes that one new token takes in one head, with its residual."""
-        twice = (*_ENTRIES, *_SCALES.values()) if self._format is not None and self._format.refined else ()
+        twice = (*ENTRIES, *SCALES.values()) if self._format is not None and self._format.refined else ()
         return self.entry_bytes + sum(self._columns[name][:1].nbytes for name in twice)
 
     @property
@@ -194,19 +183,19 @@ class EntryStore:
 
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Give every entry another value. There must be no free places."""
-        scale, format = self._columns.get(_SCALES["values"]), self._format
+        scale, format = self._columns.get(SCALES["values"]), self._format
         if scale is None or format is None:
             self._columns["values"] = values.to(self._columns["values"].dtype)
         else:
             rows = format.mix(values.to(scale.dtype))
-            self._columns["values"], self._columns[_SCALES["values"]] = format.quantize(rows, scale.dtype)
+            self._columns["values"], self._columns[SCALES["values"]] = format.quantize(rows, scale.dtype)
         self._moved()
 
     def quantize(self, bits: int) -> None:
         """Store keys and values, also those of later tokens, in few bits (`FORMATS`). There must be no free places."""
         if self._format is None:
             format = FORMATS[bits]
-            for name, scale in _SCALES.items():
+            for name, scale in SCALES.items():
                 rows = self._columns[name]
                 self._columns[name], self._columns[scale] = format.quantize(format.mix(rows), rows.dtype)
         self._moved()
@@ -249,12 +238,12 @@ class EntryStore:
         new: dict[str, Tensor] = {"positions": positions.int()[:, None].expand(shape)}
         lost: list[Tensor] = []
         for name, rows in (("keys", keys), ("values", values)):
-            scale = self._columns.get(_SCALES[name])
+            scale = self._columns.get(SCALES[name])
             if self._format is None or scale is None:
                 new[name] = rows
                 continue
-            new[name], new[_SCALES[name]] = self._format.quantize(rows, scale.dtype)
-            lost.append(rows - self._format.dequantize(new[name], new[_SCALES[name]]))
+            new[name], new[SCALES[name]] = self._format.quantize(rows, scale.dtype)
+            lost.append(rows - self._format.dequantize(new[name], new[SCALES[name]]))
         columns = {name: self._rectangle(flat) for name, flat in self._columns.items()}
         others = {name: column for name, column in columns.items() if name not in new}
         new |= {name: column.new_zeros(*shape, *column.shape[3:]) for name, column in others.items()}
@@ -271,7 +260,7 @@ class EntryStore:
     def _begin_residual(self) -> None:
         """Begin the residual of a refined format, with the first new tokens."""
         if self.residual is None:
-            names = (*_ENTRIES, *_SCALES.values())
+            names = (*ENTRIES, *SCALES.values())
             nothing = {name: torch.empty_like(self._columns[name][:0]) for name in names}
             self.residual = EntryStore(self.batch, self.kv_heads, nothing, lambda: [0] * self.batch * self.kv_heads)
             self._moved()
@@ -359,7 +348,7 @@ class EntryStore:
             place = index - before.view(self.batch, self.kv_heads, 1)
             for name, residual in self.residual._take(place.clamp(min=0)).items():
                 rows[name] += residual.masked_fill_(place[..., None] < 0, 0.0)
-        return self.read(*(self._format.unmix(rows[name]) for name in _SCALES))
+        return self.read(*(self._format.unmix(rows[name]) for name in SCALES))
 
     def _take(self, index: Int[Tensor, "batch kv_heads n"]) -> dict[str, Float[Tensor, "batch kv_heads n size"]]:
         """Return the keys and values of some entries of each head, mixed and without the residual."""
@@ -368,17 +357,17 @@ class EntryStore:
         taken = {name: flat.index_select(0, places).unflatten(0, index.shape) for name, flat in self._stored.items()}
         if self._format is None:
             return taken
-        return {name: self._format.dequantize(taken[name], taken[scale]) for name, scale in _SCALES.items()}
+        return {name: self._format.dequantize(taken[name], taken[scale]) for name, scale in SCALES.items()}
 
     @property
     def _stored(self) -> dict[str, Shaped[Tensor, "places *rest"]]:
         """Keys and values as they are stored, with their scales."""
-        return {name: self._columns[name] for name in _STORED if name in self._columns}
+        return {name: self._columns[name] for name in STORED if name in self._columns}
 
     @property
     def other_columns(self) -> dict[str, Shaped[Tensor, "batch kv_heads entries *rest"]]:
         """Columns other than keys and values, as in `padded`."""
-        return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in _STORED}
+        return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in STORED}
 
     @property
     def _longest(self) -> int:
@@ -398,7 +387,7 @@ class EntryStore:
         heads, size = self.heads, self.heads.sizes[name == "values"]
         if len(self._runs) == 1:
             return self._format.unmix(heads.rows(self._runs[0], name)).unflatten(0, (self.batch, self.kv_heads))
-        rows = self._columns[_SCALES[name]].new_zeros(self.batch * self.kv_heads, self._longest, size)
+        rows = self._columns[SCALES[name]].new_zeros(self.batch * self.kv_heads, self._longest, size)
         for run in self._runs:
             rows[run.first : run.first + run.heads, : run.count] = heads.rows(run, name)
         return self._format.unmix(rows).unflatten(0, (self.batch, self.kv_heads))
@@ -431,7 +420,7 @@ class EntryStore:
         if len(set(removed)) == 1:
             for run in self._runs:
                 run.count -= removed[0]
-                for name in self._columns.keys() - set(_ENTRIES):
+                for name in self._columns.keys() - set(ENTRIES):
                     run.view(self._columns[name], run.count, removed[0]).zero_()
             self.heads.grown -= removed[0]
             self._free += removed[0]
@@ -461,7 +450,7 @@ class EntryStore:
             runs.append(replace(run, start=start, capacity=run.count + slack))
             start += run.heads * (run.count + slack)
         for name, flat in self._columns.items():
-            make = flat.new_empty if name in _ENTRIES else flat.new_zeros
+            make = flat.new_empty if name in ENTRIES else flat.new_zeros
             grown = make((start, *flat.shape[1:]))
             for old, new in zip(self._runs, runs, strict=True):
                 new.view(grown).copy_(old.view(flat))
@@ -493,14 +482,6 @@ class EntryStore:
 def _starts(runs: Sequence[HeadRun]) -> list[int]:
     """Return the first place of every head."""
     return [run.start + i * run.capacity for run in runs for i in range(run.heads)]
-
-
-def widened(columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> dict[str, Tensor]:
-    """Return the result of `packed`, with keys and values as the model made them."""
-    store = EntryStore.of(columns, counts)
-    whole = store.heads.whole()
-    left = {name: column for name, column in store._columns.items() if name not in _STORED}
-    return {**left, "keys": whole.keys, "values": whole.values}
 
 
 class StoredObservation(LazyObservation):

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from keepset import embedded
+from keepset.contexts import file as context_files
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
 from keepset.defaults import ANSWERED_AT_ONCE, ASKED_LATER, Default, default_recipe
 from keepset.errors import KeepsetError
-from keepset.hf import saved
 from keepset.recipe import Recipe
 from keepset.vllm.engine_args import as_words, engine_args
 from keepset.vllm.recipe_support import INT8, EngineLimits, nearest, one_rotation
@@ -164,7 +164,7 @@ def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
     found = set()
     for file in sorted(contexts.glob("*.safetensors")):
         with suppress(KeepsetError):  # a request that names the context gets the error
-            found.add(saved.contents(file).fingerprint.get("precision"))
+            found.add(context_files.contents(file).fingerprint.get("precision"))
     return found.pop() if len(found) == 1 else None
 
 

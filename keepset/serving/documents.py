@@ -63,17 +63,17 @@ def _blocks(documents: Sequence[Document], block_size: int) -> tuple[float, int]
     """Return the mean number of a context's blocks that requests share, and the bytes of a block."""
     import torch
 
-    from keepset.hf import saved
+    from keepset.contexts import file as context_files
     from keepset.paged.contexts import ContextPlacement
 
     blocks, block_bytes = 0, 0
     for document in documents:
-        contents = saved.contents(document.path)
+        contents = context_files.contents(document.path)
         counts = torch.cat(list(contents.counts.values()))
         placement = ContextPlacement.of(counts, contents.header.tokens, block_size, 1, shared=True)
         blocks += placement.own - placement.first
         if not block_bytes:
-            columns = next(iter(saved.entries(document.path, contents.digest).values()))
+            columns = next(iter(context_files.entries(document.path, contents.digest).values()))
             entry_bytes = sum(columns[name].shape[-1] * columns[name].itemsize for name in ("keys", "values"))
             block_bytes = counts.numel() * block_size * entry_bytes
     return blocks / len(documents), block_bytes

@@ -11,10 +11,10 @@ import psutil
 import torch
 
 from keepset import models
+from keepset.contexts.fingerprint import sample_of, stores_other_weights
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.errors import KeepsetError, UnsupportedEngineError
-from keepset.hf.fingerprint import sample_of, stores_other_weights
 from keepset.recipe import Recipe
 from keepset.serving.command import has_option, option
 from keepset.vllm.recipe_support import INT4, cache_kind_of, objections, served

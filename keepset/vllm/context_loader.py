@@ -13,9 +13,9 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
+from keepset.contexts import file as context_files
+from keepset.contexts.columns import dequantized
 from keepset.errors import KeepsetError
-from keepset.hf import saved
-from keepset.hf.store import widened
 from keepset.kernels.entry_format import format_of
 from keepset.kernels.page_layout import PageLayout
 from keepset.paged.contexts import ContextPlacement, context_places
@@ -103,7 +103,7 @@ class ContextLoader:
         return done, failed
 
     def _read(self, job: LoadJob) -> ContextColumns:
-        stored = saved.entries(job.context.path, job.context.digest)
+        stored = context_files.entries(job.context.path, job.context.digest)
         layers, format = stored, format_of(next(iter(stored.values()))["keys"].dtype)
         if format is not None and not (format.bits == 8 and self._group.holds_int8):
             pages = self._group.pages_of(0)
@@ -111,7 +111,7 @@ class ContextLoader:
             kind = f"{bits:.3g} bits with scales" if pages.format is not None else pages.dtype
             logger.info("The context %s is in %d bits; its pages hold it in %s.", job.context.name, format.bits, kind)
             counts = zip(stored.items(), job.context.counts, strict=True)
-            layers = {index: widened(columns, heads[None]) for (index, columns), heads in counts}
+            layers = {index: dequantized(columns, heads[None]) for (index, columns), heads in counts}
         before = job.context.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
         own = self._counts(job).sum(1).tolist()
         totals = dict(zip(self._group.layers, job.context.counts.sum(1).tolist(), strict=True))

@@ -15,9 +15,9 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.logger import init_logger
 
+from keepset.contexts import file as context_files
 from keepset.core.observation import BIAS
 from keepset.errors import KeepsetError
-from keepset.hf import saved
 from keepset.recipe import Recipe, Schedule
 from keepset.vllm.engine_context import EngineContext
 
@@ -82,10 +82,10 @@ class ContextSaver:
         if idle:
             wait([written for _, written in self._writing])
 
-    def _left(self, job: SaveJob) -> list[dict[int, saved.Columns] | str]:
+    def _left(self, job: SaveJob) -> list[dict[int, context_files.Columns] | str]:
         """Return every rank's entries of a request, or why it has none; an empty list if another rank writes."""
         try:
-            own: dict[int, saved.Columns] | str = self._group.export_request(job.blocks, len(job.tokens))
+            own: dict[int, context_files.Columns] | str = self._group.export_request(job.blocks, len(job.tokens))
         except RuntimeError as error:
             own = str(error)
         ranks = get_tp_group()
@@ -103,7 +103,7 @@ class ContextSaver:
         return done
 
     @staticmethod
-    def _write(job: SaveJob, parts: Sequence[dict[int, saved.Columns] | str]) -> None:
+    def _write(job: SaveJob, parts: Sequence[dict[int, context_files.Columns] | str]) -> None:
         if lost := [part for part in parts if isinstance(part, str)]:
             raise KeepsetError(lost[0])
         whole = [part for part in parts if not isinstance(part, str)]
@@ -122,13 +122,13 @@ class ContextSaver:
                 recipe = _BIASED
                 for columns, bias in zip(layers.values(), biases, strict=True):
                     columns[BIAS] = bias
-        saved.save_entries(job.path, recipe, job.model, job.fingerprint, job.tokens, layers)
+        context_files.save_entries(job.path, recipe, job.model, job.fingerprint, job.tokens, layers)
 
 
 _LOST = "lost"
 
 
-def _packed(part: dict[int, saved.Columns] | str) -> Tensor:
+def _packed(part: dict[int, context_files.Columns] | str) -> Tensor:
     """Return a rank's entries, or why it has none, as bytes."""
     if isinstance(part, str):
         columns = {_LOST: torch.tensor(list(part.encode()), dtype=torch.uint8)}
@@ -137,11 +137,11 @@ def _packed(part: dict[int, saved.Columns] | str) -> Tensor:
     return torch.frombuffer(bytearray(save(columns)), dtype=torch.uint8)
 
 
-def _unpacked(packed: Tensor) -> dict[int, saved.Columns] | str:
+def _unpacked(packed: Tensor) -> dict[int, context_files.Columns] | str:
     columns = load(packed.numpy().tobytes())
     if _LOST in columns:
         return bytes(columns[_LOST].tolist()).decode()
-    part: dict[int, saved.Columns] = defaultdict(dict)
+    part: dict[int, context_files.Columns] = defaultdict(dict)
     for title, column in columns.items():
         layer, _, name = title.partition(" ")
         part[int(layer)][name] = column

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.contexts import file as context_files
+from keepset.contexts.fingerprint import difference, make, stored_weights
+from keepset.contexts.text_digest import text_digest, token_bytes
 from keepset.errors import KeepsetError
-from keepset.hf import saved
-from keepset.hf.fingerprint import difference, make, stored_weights
-from keepset.hf.known_text import text_digest, token_bytes
 from keepset.recipe import Recipe
 from keepset.vllm.owned_contexts import SUFFIX, OwnedContexts
 from keepset.vllm.settings import is_compressed, recipe_of
@@ -44,7 +44,7 @@ class SavedContext:
     name: str
     path: Path
     nbytes: int
-    contents: saved.Contents = field(repr=False)
+    contents: context_files.Contents = field(repr=False)
     counts: Int[Tensor, "layers kv_heads"] = field(repr=False)
     owner: str = ""
 
@@ -118,7 +118,7 @@ class ContextLibrary:
         context = self.named(name, owner)
         if context.digest not in self._whole:
             try:
-                saved.entries(context.path, context.digest)
+                context_files.entries(context.path, context.digest)
             except KeepsetError as error:
                 self.named(name, owner)  # raises if the file is gone
                 self._known[context.path] = self._known[context.path][0], error
@@ -249,7 +249,7 @@ class ContextLibrary:
         known = {} if weights is None else {"weights": weights}
         return {**make(model.architecture, model.hf_text_config, dtype), **known}
 
-    def _goes_on(self, contents: saved.Contents) -> bool:
+    def _goes_on(self, contents: context_files.Contents) -> bool:
         """Return whether requests can compress a context further: the next event reads only data that is to come."""
         own, engine = Recipe.parse(contents.header.recipe), self._recipe
         same = engine is not None and (own.method, own.schedule.every) == (engine.method, engine.schedule.every)
@@ -261,7 +261,7 @@ class ContextLibrary:
         return f"it has {', '.join(names[:10])}{' and others' if len(names) > 10 else ''}" if names else "it has none"
 
     def _opened(self, name: str, path: Path, nbytes: int, owner: str) -> SavedContext:
-        contents, longest = saved.contents(path), self._model.max_model_len
+        contents, longest = context_files.contents(path), self._model.max_model_len
         own, layers = Recipe.parse(contents.header.recipe).method, self._model.hf_text_config.num_hidden_layers
         if differs := difference(contents.fingerprint, self.fingerprint):
             here = f"--dtype {self.fingerprint['precision']}"

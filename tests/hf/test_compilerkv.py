@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import keepset
+from keepset.contexts.fingerprint import sample
 from keepset.core.tables import save
-from keepset.hf.fingerprint import sample
 from keepset.hf.prompt_session import Recorder
 from tests.core.test_tables import random_tables
 from tests.hf.models import generate, oracle_gap, padded_or_not, padded_prompt, prompt, same_keep_set, tiny

@@ -18,7 +18,7 @@ import torch
 
 import keepset
 from keepset import KeepsetError
-from keepset.hf import saved
+from keepset.contexts import file as context_files
 from tests.hf.damage import damaged
 from tests.hf.models import LAYOUTS, prompt, tiny
 from tests.proof import by_hand, take_steps
@@ -69,11 +69,11 @@ class Proof:
         path = self._folder / "damaged"
         path.write_bytes(new)
         begun = time.monotonic()
-        for read in (saved.header, saved.contents):
+        for read in (context_files.header, context_files.contents):
             with suppress(KeepsetError):
                 read(path)
         with suppress(KeepsetError):
-            saved.entries(path, saved.contents(path).digest)
+            context_files.entries(path, context_files.contents(path).digest)
         try:
             found = self._answer(model, keepset.Cache.load(path, model))
         except KeepsetError as error:

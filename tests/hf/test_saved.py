@@ -21,9 +21,9 @@ from transformers.cache_utils import LinearAttentionLayer
 
 import keepset
 from keepset import KeepsetError, registry
+from keepset.contexts import file as context_files
+from keepset.contexts.fingerprint import fingerprint
 from keepset.core.method import parameter
-from keepset.hf import saved
-from keepset.hf.fingerprint import fingerprint
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.recipe import in_full, in_short
 from tests.hf.damage import File
@@ -339,7 +339,7 @@ def test_forks_in_the_middle_of_a_prompt(name: str, recipe: str) -> None:
 def refused(path: Path, words: str, model: Any = None) -> None:
     """Check that a file is refused for a model or, without one, by what it says of itself."""
     with refusal(words):
-        saved.header(path) if model is None else keepset.Cache.load(path, model)
+        context_files.header(path) if model is None else keepset.Cache.load(path, model)
 
 
 @pytest.fixture
@@ -356,7 +356,7 @@ def rewritten(path: Path, sealed: bool = False, **changes: Any) -> None:
 
 
 def test_what_a_file_says_of_itself(path: Path) -> None:
-    header, metadata = saved.header(path), File.of(path.read_bytes()).metadata
+    header, metadata = context_files.header(path), File.of(path.read_bytes()).metadata
     name = tiny("llama").config.name_or_path
     assert (header.recipe, header.model, header.tokens) == (RECIPES["head-ragged"], name, 30)
     assert (metadata["format"], metadata["keepset"]) == (8, keepset.__version__)
@@ -429,7 +429,7 @@ def test_it_means_the_same_when_a_default_has_changed(tmp_path: Path, monkeypatc
     monkeypatch.setitem(registry._methods, "expected_attention", later(("epsilon", 0.5)))
     said = "adakv(expected_attention(future=16, epsilon=0.01, buffer=6), keep=12, every=4)"
     loaded = keepset.Cache.load(tmp_path / "context", model)
-    assert str(loaded.recipe) == saved.header(tmp_path / "context").recipe == said
+    assert str(loaded.recipe) == context_files.header(tmp_path / "context").recipe == said
     mask = extended(mask, 29)
     assert torch.equal(*(feed(model, each, prompt(2, 9, 1), mask) for each in (past, loaded)))
     assert len(past.events) > 1 and same(contents(past), contents(loaded))

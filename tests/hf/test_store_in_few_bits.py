@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from keepset.contexts.columns import dequantized
 from keepset.core.keep_set import HeadCounts
-from keepset.hf.store import EntryStore, widened
+from keepset.hf.store import EntryStore
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.softmax import Softmax
 from tests.kernels.few_bits import in_steps, matrix, rounded
@@ -110,7 +111,7 @@ class Walk:
     def check(self) -> None:
         assert self.store.counts == [len(head) for head in self.heads]
         columns, exists = self.store.padded()
-        packed = widened(self.store.packed, torch.tensor(self.store.counts).view(2, 2))
+        packed = dequantized(self.store.packed, torch.tensor(self.store.counts).view(2, 2))
         assert packed["positions"].tolist() == [entry.position for head in self.heads for entry in head]
         for part, name in enumerate(("keys", "values")):
             right = torch.cat([torch.stack([entry.read(part) for entry in head]) for head in self.heads])

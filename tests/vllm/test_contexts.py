@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import keepset
-from keepset.hf.store import EntryStore, widened
+from keepset.contexts.columns import dequantized
+from keepset.hf.store import EntryStore
 from tests.hf.damage import flipped
 from tests.vllm.compared import IDS, NO_BINDING, answers_of, result, run_in
 from tests.vllm.conftest import TINY, save_tiny
@@ -143,7 +144,7 @@ def expected(model: PreTrainedModel, folder: Path, one: Ask, widened_entries: bo
         for layer in cache.managed_layers.values() if widened_entries else ():
             store = layer.store
             counts = torch.tensor(store.counts).view(store.batch, store.kv_heads)
-            layer.store = EntryStore.of(widened(store.packed, counts), counts)
+            layer.store = EntryStore.of(dequantized(store.packed, counts), counts)
         inputs = cache.ask(torch.tensor([one.ids]))
     output = model.generate(**inputs, max_new_tokens=one.max_tokens, do_sample=False, eos_token_id=None)
     return output[0, len(one.ids) :].tolist()

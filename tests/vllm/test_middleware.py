@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import keepset
 from keepset import KeepsetError
-from keepset.hf import saved
+from keepset.contexts import file as context_files
 from keepset.serving.middleware import HONOURED, RequestMiddleware
 from keepset.vllm import owned_contexts as owned
 from keepset.vllm import signing, stats
@@ -374,11 +374,11 @@ def test_a_folder_is_no_context_and_neither_is_a_file_that_goes_while_it_is_read
     assert posted(ask, {"context": "folder"}) == (400, "There is no context 'folder' on this server; it has none.")
     assert ask("GET", "/v1/contexts")[1]["data"] == []
     (tmp_path / "manual.safetensors").write_bytes((folder / "manual.safetensors").read_bytes())
-    entries = saved.entries
+    entries = context_files.entries
 
     def gone(path: Path, digest: str) -> Any:
         path.unlink()
         return entries(path, digest)
 
-    monkeypatch.setattr(saved, "entries", gone)
+    monkeypatch.setattr(context_files, "entries", gone)
     assert posted(ask, {"context": "manual"}) == (400, "There is no context 'manual' on this server; it has none.")

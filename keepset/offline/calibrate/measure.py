@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import keepset
+from keepset.contexts.fingerprint import sample
 from keepset.core.feature import Needs
 from keepset.core.features.moments import QueryMoments, Rotate
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import UnsupportedModelError
-from keepset.hf.fingerprint import sample
 from keepset.hf.observed_cache import ObservedCache
 from keepset.offline.calibrate.corpus import Corpus
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import keepset
+from keepset.contexts.fingerprint import fingerprint, sample
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables, neutral
 from keepset.errors import BudgetError, RecipeError, UnsupportedModelError
-from keepset.hf.fingerprint import fingerprint, sample
 from keepset.hf.prompt_session import PromptSession
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile.corpus import ContextPool, Passage

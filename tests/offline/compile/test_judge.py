@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 import keepset
 from keepset import KeepsetError
+from keepset.contexts.fingerprint import fingerprint
 from keepset.core.tables import Tables, neutral, save
-from keepset.hf.fingerprint import fingerprint
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile.judge import Judge
 from tests.hf.models import tiny

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.contexts.columns import ENTRIES, RESIDUAL, SCALES
 from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.features.window import WindowAttention
 from keepset.core.tensor_file import TensorLocation, below, is_count
-from keepset.hf.store import RESIDUAL
 from keepset.kernels.entry_format import format_of
 from keepset.kernels.moments import NAMES as MOMENTS
 from keepset.recipe import Recipe
@@ -29,8 +29,7 @@ STATE = "states."
 """The prefix of the names of a layer's recurrent and convolution states."""
 FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
 """Figures of an event, as the file has them."""
-_ENTRIES = {"keys", "values", "positions"}
-_SCALES = {"key_scale", "value_scale"}
+_ENTRIES, _SCALES = set(ENTRIES), set(SCALES.values())
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_TOKEN_ID = 2**31
 _MAX_LENGTH = 2**26
