@@ -13,17 +13,17 @@ from dataclasses import replace
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from keepset.errors import KeepsetError
-from keepset.model_files import options_of, read_model
+from keepset.models import options_of, read_model
 
 if TYPE_CHECKING:
     import transformers
 
     from keepset.core.statistics import Statistics
-    from keepset.model_files import Loaded
+    from keepset.models import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,19 @@ _GATES, _NETWORKS = _CALIBRATED / "embedded_gates.json", _CALIBRATED / "embedded
 _UNFINISHED = ".unfinished"
 _MEGABYTES = 600
 _HOUR = 3600
+
+
+class Source(NamedTuple):
+    """A model's name, device and dtype; see `keepset.models.load`."""
+
+    name: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+
+    @property
+    def called(self) -> str:
+        """The model's name; the embedded model's if none was given."""
+        return self.name or EMBEDDED
 
 
 def embedded_folder() -> Path:

@@ -1,39 +1,29 @@
-"""Language and multimodal models with their tokenizers; by default a small embedded language model."""
+"""Loading language and multimodal models with their tokenizers, from a folder or a hub."""
 
 import functools
+import importlib.metadata
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from keepset.core.files import quoted
-from keepset.embedded import EMBEDDED, load_embedded
-from keepset.errors import UnsupportedModelError
-from keepset.model_files import class_names, options_of, read_model
+from keepset.errors import KeepsetError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import transformers
 
-    from keepset.model_files import Loaded
+    Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]
 
+DEFAULT_GROUP = "keepset.default_model"
+"""The group of the entry point with the function that loads the model of those who name none."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
 _HUB_SECONDS = 5
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's name on the Hugging Face Hub"
-
-
-class Source(NamedTuple):
-    """A model's name, device and dtype; see `load`."""
-
-    name: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-
-    @property
-    def called(self) -> str:
-        """The model's name; the embedded model's if none was given."""
-        return self.name or EMBEDDED
 
 
 def load(name: str | None = None, device: str | None = None, dtype: str | None = None) -> "Loaded":
@@ -51,13 +41,102 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
     """
     placed = options_of(device, dtype)
     if name is None:
-        return load_embedded(placed)
+        return _load_default(placed)
     check_name(name)
     if os.path.isdir(Path(name)):
         return read_model(name, _EXPECTED, placed)
 
     with offline_if_unreachable():
         return read_model(name, _EXPECTED, placed)
+
+
+def options_of(device: str | None, dtype: str | None) -> dict[str, Any]:
+    """Return a device and a dtype as options of transformers'.
+
+    Raises:
+        KeepsetError: there is no such device or precision.
+    """
+    import torch
+
+    if dtype not in (None, *_DTYPES):
+        raise KeepsetError(f"The precision {dtype!r} is not known: use {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}.")
+    if device == "auto":
+        return {"device_map": "auto", "dtype": dtype or "auto"}
+    try:
+        wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        gpus = torch.cuda.device_count()
+        there = f"{gpus} GPU{'s' * (gpus > 1)} (cuda:0{f' to cuda:{gpus - 1}' * (gpus > 1)})" if gpus else "no GPU"
+        raise KeepsetError(
+            f"PyTorch cannot compute on the device {device!r} and finds {there}: use an existing device, or cpu."
+        ) from error
+    return {"device": wanted, "dtype": dtype or "auto"}
+
+
+def read_model(source: str, advice: str, placed: dict[str, Any]) -> "Loaded":
+    """Return a model and its tokenizer.
+
+    Args:
+        source: a folder, or a name on the Hugging Face Hub.
+        advice: the advice for an error, if they cannot be loaded.
+        placed: the result of `options_of`.
+
+    Raises:
+        UnsupportedModelError: they cannot be loaded, or it is no causal language model.
+    """
+    from safetensors import SafetensorError
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
+
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        causal, looking = (
+            class_names(mapping, config)
+            for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+        )
+        declared = config.architectures or causal or looking
+        if config.is_encoder_decoder or (causal | looking).isdisjoint(declared):
+            kind = ", ".join(declared) or config.model_type
+            raise UnsupportedModelError(
+                f"The model {source!r} is a {kind}, and keepset takes only causal (decoder-only) language models."
+            )
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        device, options = placed.get("device"), {key: value for key, value in placed.items() if key != "device"}
+        kind = AutoModelForCausalLM if looking.isdisjoint(declared) else AutoModelForImageTextToText
+        model = kind.from_pretrained(source, config=config, trust_remote_code=False, **options)
+        if device is not None:
+            model.to(device)
+    except KeepsetError:
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
+        raise UnsupportedModelError(f"The model {source!r} cannot be loaded ({cause}): {advice}.") from error
+    return model, tokenizer
+
+
+def class_names(mapping: Any, config: Any) -> set[str]:
+    """Return the names of the classes that a mapping has for a configuration."""
+    kinds = mapping.get(type(config), ())
+    return {kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))}
+
+
+def _load_default(placed: dict[str, Any]) -> "Loaded":
+    # The embedded model belongs to the lab, which the library does not import: it is found as methods of others are.
+    points = list(importlib.metadata.entry_points(group=DEFAULT_GROUP))
+    if len(points) != 1:
+        raise KeepsetError(
+            f"{len(points)} installed packages have a default model, where there has to be one: name a model, or "
+            "install keepset anew."
+        )
+    loaded: Loaded = points[0].load()(placed)
+    return loaded
 
 
 def check_name(name: str) -> None:

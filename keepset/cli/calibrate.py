@@ -16,7 +16,7 @@ from typer import Option
 from keepset.cli.checks import check_length, check_tensor_file, check_whole
 from keepset.cli.console import counted, duration, load, note, progress, say
 from keepset.cli.options import Force, takes_model
-from keepset.models import Source
+from keepset.embedded import Source
 from keepset.texts import read
 
 if TYPE_CHECKING:

@@ -20,9 +20,10 @@ from keepset.cli.checks import (
 from keepset.cli.console import counted, explain, interruptible, load, output, progress, say, show_table, write
 from keepset.cli.options import Html, Images, Json, OneText, Recipes, takes_model
 from keepset.cli.recipe_notes import say_advice, say_always, say_networks
+from keepset.embedded import Source
 from keepset.errors import KeepsetError
 from keepset.images import Pictured, read_images
-from keepset.models import Source, context_length, load_processor
+from keepset.models import context_length, load_processor
 from keepset.texts import NEEDLE, Needle, essay, read, token_texts
 
 if TYPE_CHECKING:

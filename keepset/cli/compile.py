@@ -11,8 +11,8 @@ from typer import Exit, Option
 from keepset.cli.checks import check_fits_context, check_tensor_file, check_whole, check_writable, parse_whole
 from keepset.cli.console import counted, load, note, progress, say, write
 from keepset.cli.options import Force, Html, takes_model
+from keepset.embedded import Source
 from keepset.errors import KeepsetError, RecipeError
-from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.core.tables import Tables

@@ -255,7 +255,7 @@ def duration(seconds: float) -> str:
     return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
-def load(source: models.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(source: embedded.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a model and its tokenizer, see `models.load`; transformers shows progress on a terminal only."""
     with status("loading the model"), nullcontext() if stderr().is_terminal else embedded.no_progress_bars():
         loaded = models.load(*source)

@@ -24,10 +24,10 @@ from keepset.cli.options import (
 from keepset.cli.recipe_notes import say_always
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.defaults import ASKED_LATER, NETWORKS
-from keepset.embedded import EMBEDDED
+from keepset.embedded import EMBEDDED, Source
 from keepset.errors import KeepsetError
 from keepset.images import Pictured, read_images
-from keepset.models import Source, load_processor
+from keepset.models import load_processor
 from keepset.texts import chat_parts, encode, read
 
 context = group("context", "Compress a text once and ask about it many times.")

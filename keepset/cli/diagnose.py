@@ -9,8 +9,8 @@ from keepset.bench.report.table import Column, Table, decimals
 from keepset.cli.checks import check_length, check_writable
 from keepset.cli.console import counted, load, output, progress, say, show_table
 from keepset.cli.options import Json, OneText, group, takes_model
+from keepset.embedded import Source
 from keepset.errors import KeepsetError, RecipeError
-from keepset.models import Source
 from keepset.texts import essay, read
 
 FIGURES = ("overlap", "usage", "needed", "correlation")

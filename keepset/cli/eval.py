@@ -15,8 +15,8 @@ from keepset.cli.options import Json, Recipes, Temperature, takes_model
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
+from keepset.embedded import Source
 from keepset.errors import BudgetError, KeepsetError
-from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate

@@ -11,8 +11,8 @@ from keepset.cli.options import Images, OutputTokens, SamplingSeed, Temperature,
 from keepset.cli.recipe_notes import say_always
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
+from keepset.embedded import Source
 from keepset.images import message_inputs, read_images
-from keepset.models import Source
 from keepset.texts import read
 
 

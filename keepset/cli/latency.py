@@ -12,8 +12,8 @@ from keepset.bench.report.table import Column, Line, Table, decimals, integer, m
 from keepset.cli.checks import check_fits_context, check_least, check_measured, check_writable, parse_whole
 from keepset.cli.console import counted, interruptible, load, output, progress, say, show_table
 from keepset.cli.options import Json, takes_model
+from keepset.embedded import Source
 from keepset.errors import KeepsetError
-from keepset.models import Source
 from keepset.texts import essay, read
 
 _LEAST_ROUNDS = 3

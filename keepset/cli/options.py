@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from keepset.models import Source
+from keepset.embedded import Source
 
 STANDARD_OUTPUT = Path("-")
 """The value of `--json -`, which means standard output."""

@@ -16,9 +16,8 @@ from keepset.cli.console import load, note, output, say, show_table, status
 from keepset.cli.options import Device, Dtype, Json, SamplingSeed
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
-from keepset.embedded import EMBEDDED
+from keepset.embedded import EMBEDDED, Source
 from keepset.errors import KeepsetError
-from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.bench.papers.entry import Entry, MeasuredFigure, Options, Sweep

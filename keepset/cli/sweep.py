@@ -13,8 +13,9 @@ from typer import Exit
 
 from keepset.cli.checks import check_measured
 from keepset.cli.console import counted, load, note, progress, status
+from keepset.embedded import Source
 from keepset.errors import KeepsetError
-from keepset.models import Source, context_length
+from keepset.models import context_length
 
 if TYPE_CHECKING:
     from keepset.bench.record import Record

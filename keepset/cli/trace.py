@@ -13,8 +13,8 @@ from keepset.cli.console import counted, explain, interruptible, load, output, p
 from keepset.cli.options import Json, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.recipe_notes import say_always
 from keepset.cli.streaming import Sampling
+from keepset.embedded import Source
 from keepset.errors import KeepsetError
-from keepset.models import Source
 from keepset.texts import chat_parts, read
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"

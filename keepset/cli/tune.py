@@ -8,8 +8,9 @@ from typer import Option
 from keepset.cli.checks import check_whole, check_writable, note_few_entries, parse_budgets
 from keepset.cli.console import interruptible, load, output, progress, say, show_table, write
 from keepset.cli.options import Html, Json, takes_model
+from keepset.embedded import Source
 from keepset.errors import BudgetError, KeepsetError
-from keepset.models import Source, context_length
+from keepset.models import context_length
 from keepset.texts import read
 
 

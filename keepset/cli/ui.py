@@ -11,8 +11,9 @@ from keepset.cli.checks import offered_recipes
 from keepset.cli.console import load, note, say
 from keepset.cli.options import takes_model
 from keepset.cli.recipe_notes import say_networks
+from keepset.embedded import Source
 from keepset.errors import KeepsetError
-from keepset.models import Source, load_processor
+from keepset.models import load_processor
 from keepset.texts import NEEDLE, essay, insert
 
 _CHARACTERS = 2400

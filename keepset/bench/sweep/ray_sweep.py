@@ -23,6 +23,7 @@ from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Group, Skipped, portion_of, work
 from keepset.core.select import nan_scores_refused
+from keepset.embedded import Source
 from keepset.errors import KeepsetError
 
 TOGETHER = 8
@@ -38,7 +39,7 @@ MakeRunner = Callable[[], Runner]
 class RunnerSource:
     """Makes a `Runner` in a worker, from the model's source and the runner's options by name."""
 
-    source: models.Source
+    source: Source
     options: tuple[tuple[str, Any], ...]
 
     def __call__(self) -> Runner:

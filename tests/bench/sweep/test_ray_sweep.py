@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from keepset import models
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.record import Record
 from keepset.bench.sweep import ray_sweep, sweep
@@ -22,6 +21,7 @@ from keepset.bench.sweep.sweep import Skipped, SweepGrid
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task, TaskSettings
 from keepset.core.budget import Budget
+from keepset.embedded import Source
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from tests.bench.sweep.sweeping import CONFIGURATION, Scripted, cells, expected, grid, groups_of, in_order
@@ -142,9 +142,7 @@ def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_pat
     todo = candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [Budget(0.5)])
     asked = SweepGrid(find(["needle"], TaskSettings(lengths=(256,))), [0], {"needle@256": todo}, 3)
     asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
-    assert (
-        run(tmp_path / "ray.sqlite", RunnerSource(models.Source(folder), tuple(asking.items())), asked, tokenizer) == 9
-    )
+    assert run(tmp_path / "ray.sqlite", RunnerSource(Source(folder), tuple(asking.items())), asked, tokenizer) == 9
     with Store.begin(tmp_path / "local.sqlite", "model", CONFIGURATION) as store:
         groups = asked.groups(store, tokenizer)
         assert sweep.run(store, groups, Runner(model, tokenizer, **asking), lambda: None) == []
