@@ -165,7 +165,7 @@ def test_the_conclusions_figures_stand_in_those_tables() -> None:
     assert not set(FIGURE.findall(concluded)) - set(FIGURE.findall(tables))
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/gpu.md", "docs/serving.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/compatibility.md", "docs/gpu.md", "docs/serve.md"])
 def test_what_has_not_run_on_a_gpu_stands_at_the_top(name: str) -> None:
     top = text_of(ROOT / name)[:600]
     assert re.search(r"\*\*[^*]*not (been )?run[^*]*\*\*|\*\*Nothing[^*]*run[^*]*GPU[^*]*\*\*", top, flags=re.I)
@@ -200,7 +200,7 @@ def test_each_concept_has_a_drawing_that_its_program_makes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README", *(f"docs/{name}" for name in ("guide", "methods", "evaluation", "engines", "gpu", "serving"))]
+    "name", ["README", *(f"docs/{name}" for name in ("guide", "methods", "evaluation", "engines", "gpu", "serve"))]
 )
 def test_terms_lead_to_the_concepts(name: str) -> None:
     anchors = {re.sub(r"\W+", "-", concept.lower()) for concept in CONCEPTS}

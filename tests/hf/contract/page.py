@@ -17,21 +17,19 @@ PAGE = Path(__file__).parents[3] / "docs/models.md"
 _OPENING = """# Models
 
 After this page you know whether keepset compresses your model under transformers, and with which methods. Search it
-for the model's type: `model_type` in its `config.json`. What vLLM serves is [another list](serving.md).
+for the model's type: `model_type` in its `config.json`. What vLLM serves is [another list](compatibility.md).
 
-The page is written by `python -m tests.hf.contract --write`, with transformers {version}. For each of the {number}
-types that transformers maps to causal or image-text models it makes a tiny model with random weights. It checks on a
-text:
+`python -m tests.hf.contract --write` writes the page, with transformers {version}. It makes a tiny model with random
+weights of each of the {number} types that transformers maps to causal or image-text models, and checks on a text:
 
 - with `keep=1.0` the model says the tokens that it says with transformers' own cache;
 - after compression, once and with `every=`, its logits are those of the model run without a cache, with what was
   dropped hidden by a mask;
-- methods that look at keys, at a window of queries, at moments of queries, at a second pass and at hidden states, and
-  `match` and `quantized`, run or refuse in a sentence.
+- methods of each kind (keys, a window of queries, moments of queries, a second pass, hidden states), `match` and
+  `quantized` run, or refuse in a sentence.
 
-Weights of real models play no part in this, and no image does: the check is on text. With images in the prompt
-seven types are tested ([images](guide.md#images)): `gemma3`, `glm4v`, `idefics3`, `llava`, `qwen2_5_vl`, `qwen2_vl`
-and `qwen3_vl`. Where the tokens of an image see each other (`gemma3`, `gemma4_unified`), they do so in the first call;
+With images in the prompt seven types are tested ([images](guide.md#images)): `gemma3`, `glm4v`, `idefics3`, `llava`,
+`qwen2_5_vl`, `qwen2_vl` and `qwen3_vl`. Where the tokens of an image see each other (`gemma3`, `gemma4_unified`),
 methods count attention to earlier tokens alone.
 """
 
@@ -40,8 +38,7 @@ _SOME_LAYERS = """## Some layers, every method
 
 Sliding windows, chunks and recurrent states are bounded by themselves and stay as they are. The layers that cache the
 whole text are compressed, and every method runs. The columns count the layers of the type's usual configuration; where
-that does not mix them, a model's own `config.json` tells. What is saved is a share of what the compressed layers hold:
-of a model with 10 of them among 40, at most a quarter of what a model with 40 of them saves.
+that does not mix them, a model's own `config.json` tells. Only the compressed layers save memory.
 """
 _COLUMNS = "type", "layers that are compressed", "layers"
 
