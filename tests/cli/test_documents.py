@@ -147,15 +147,6 @@ def test_every_table_of_results_is_made_by_a_command_that_is_named(section: str)
         assert (ROOT / script).is_file() if script else command in KEEPSET.commands
 
 
-def test_readmes_figures_are_rows_of_those_tables() -> None:
-    tables = rows("".join(MEASURED.values())).splitlines()
-    _, _, full, *shown = rows(sections(README)["Figures"]).splitlines()
-    assert len(shown) >= 4 and full.startswith("| full cache |")
-    for row in shown:
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert any(all(f"| {cell} |" in other for cell in cells) for other in tables), row
-
-
 def test_the_conclusions_figures_stand_in_those_tables() -> None:
     tables, concluded = rows("".join(MEASURED.values())), rows(RESULTS[CONCLUSIONS])
     intervals = re.findall(r"\d+\.\d+\]?(?:\([^)]*\))? \([\d.]+\)", concluded)
