@@ -45,7 +45,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         shown = _methods()
         sections = re.split(r"^(?=##)", markdown + "\n", flags=re.M)
         markdown = "".join(part + shown.get(part.split("`")[1], "") if part[:3] == "###" else part for part in sections)
-    return LINK.sub(lambda link: _page(posixpath.normpath(posixpath.join(folder, link[1]))) + link[2], markdown)
+    here = posixpath.dirname(name) or "."
+    return LINK.sub(
+        lambda link: posixpath.relpath(_page(posixpath.normpath(posixpath.join(folder, link[1]))), here) + link[2],
+        markdown,
+    )
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -26,7 +26,7 @@ from tests.cli.conftest import Run, tiny_model
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 # A line of code may go on after a backslash.
 COMMAND = re.compile(r"^ {4,}(keepset (?:.*\\\n)*.*)$", re.M)
@@ -136,7 +136,8 @@ def rows(text: str) -> str:
 
 RESULTS = sections(ROOT / "docs" / "results.md")
 CONCLUSIONS = "What to take from it"
-MEASURED = {name: text for name, text in RESULTS.items() if name != CONCLUSIONS}
+MEASURED = {name: text for name, text in RESULTS.items() if name != CONCLUSIONS and rows(text)}
+WITHOUT_TABLES = RESULTS.keys() - MEASURED.keys() - {CONCLUSIONS}
 
 
 @pytest.mark.parametrize("section", MEASURED)
@@ -145,6 +146,11 @@ def test_every_table_of_results_is_made_by_a_command_that_is_named(section: str)
     assert named, section
     for script, command in named:
         assert (ROOT / script).is_file() if script else command in KEEPSET.commands
+
+
+def test_a_section_without_a_table_has_no_figures() -> None:
+    for section in WITHOUT_TABLES:
+        assert not FIGURE.findall(RESULTS[section]), section
 
 
 def test_the_conclusions_figures_stand_in_those_tables() -> None:
