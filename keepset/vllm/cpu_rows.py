@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
-from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged import attend_pages
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
@@ -21,10 +19,7 @@ from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages
 from keepset.paged.pages import ScatteredPages, StridedPages, decoded_entries
 from keepset.vllm.attention import CompressedAttentionImpl
-from keepset.vllm.cpu_pages import joined
 from keepset.vllm.engine_context import PlannedStep
-from keepset.vllm.formats import row_format
-from keepset.vllm.recipe_support import INT8
 
 
 @dataclass
@@ -166,60 +161,10 @@ class Biased(NamedTuple):
         return self.column.view(-1)[slots].where(entry < self.counts[some, None], 0)
 
 
-class Int8Pages(StridedPages):
-    """Pages of mixed rows of 8-bit integers, with attention that reads them in place.
-
-    Args:
-        caches: the caches of all layers with the same block tables, which follow one another in memory.
-        place: the index of the layer's cache among them.
-        format: the format of the rows.
-        scaling: factor of the products of queries and keys.
-    """
-
-    def __init__(self, caches: Sequence[Tensor], place: int, format: PageFormat, scaling: float) -> None:
-        super().__init__(caches, place, format)
-        assert format.mixing is not None
-        self._rows, unmix = joined(caches).flatten(0, 1), format.mixing.unmix
-        self._mix, self._around = format.mixing.mix.double().contiguous(), torch.stack((unmix.T * scaling, unmix))
-
-    def append(
-        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
-    ) -> None:
-        """Write entry `i` to `slots[i]`, counted from the first layer's slots on."""
-        from keepset.kernels import int8_rows
-
-        int8_rows.write(keys.contiguous(), values.contiguous(), self._rows, slots.long().contiguous(), self._mix)
-
-    def attend(
-        self,
-        queries: Shaped[Tensor, "heads group head_dim"],
-        tables: Int[Tensor, "heads pages"],
-        lengths: Int[Tensor, " heads"],
-        output: Shaped[Tensor, "heads group head_dim"],
-        bias: Biased | None,
-    ) -> None:
-        """Compute the attention of some queries, each over the entries of its own head.
-
-        Args:
-            queries: queries after rotation.
-            tables: the sub-pages of each head, numbered from the first layer's on.
-            lengths: the number of entries of each head.
-            output: the result; written to; zero for a head without entries.
-            bias: biases that are added to logits.
-        """
-        from keepset.kernels import int8_rows
-
-        biases = None if bias is None else (bias.column.view(-1), bias.counts.int().contiguous())
-        int8_rows.attend(queries.contiguous(), self._rows, tables.int(), lengths.int(), output, self._around, biases)
-
-
 def write(pages: StridedPages | ScatteredPages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
     """Write keys and values, `[n, head_dim]`, in the cache's format to slots counted from the first layer's on."""
-    if isinstance(pages, Int8Pages):
-        pages.append(keys, values, slots)
-    else:
-        rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
-        pages.write(*rows, slots - pages.place * pages.slots)
+    rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
+    pages.write(*rows, slots - pages.place * pages.slots)
 
 
 def attend(
@@ -242,9 +187,6 @@ def attend(
         lengths, softmax, output: as in `attend_heads`.
         bias: biases that are added to logits.
     """
-    if isinstance(pages, Int8Pages) and softmax.plain:
-        pages.attend(queries, tables, lengths, output, bias)
-        return
     size, format = pages.block_size, pages.format
     added = None if bias is None else partial(bias.of_heads, tables, size)
     attend_heads(queries, lambda own: pages.read(own - before), tables, lengths, size, softmax, output, format, added)
@@ -283,28 +225,6 @@ def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, ou
 
 class RowsMixin(CompressedAttentionImpl):
     """A mixin for layers on CPUs whose cache is quantised."""
-
-    def belong_to(self, layers: Sequence[Any], place: int) -> None:
-        super().belong_to(layers, place)
-        if self._compiles(layers[place]):
-            from keepset.kernels import int8_rows
-
-            sizes = self.num_queries_per_kv, self.head_size, self._context.block_size
-            int8_rows.compile_for(*sizes, self._context.dtype)  # before the first request
-
-    def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
-        if not self._compiles(layer):
-            return super().make_pages(layer, caches)
-        format = row_format(layer.kv_cache_dtype, self.head_size, self._context.dtype)
-        return Int8Pages(caches, self._place, format, self.softmax.scaling)
-
-    def _compiles(self, layer: Any) -> bool:
-        """Return whether compiled loops write the layer's pages and attend to them."""
-        if layer.kv_cache_dtype != INT8:
-            return False
-        from keepset.kernels import int8_rows
-
-        return int8_rows.supports(self.head_size, self._context.block_size, self._context.dtype)
 
     def mixing(self, layer: Any) -> None:
         """Return None, because `RowsImpl` mixes by the pages' format."""

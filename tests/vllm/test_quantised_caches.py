@@ -23,7 +23,7 @@ EQUAL = "snapkv(window=8, keep=40, every=16)"
 RAGGED = "adakv(snapkv(window=8), keep=40, every=12)"
 MOMENTS = "expected_attention(keep=40, buffer=40, every=20)"
 INT8, INT4, FP8 = "int8_per_token_head", "int4_per_token_head", "fp8_per_token_head"
-CASES = [(FP8, RAGGED)]  # others are compiled, which takes longer than an engine
+CASES = [(FP8, RAGGED)]
 MORE = [
     (INT8, "int8(adakv(snapkv(window=8)), keep=40, every=12)"),
     (INT8, EQUAL),
