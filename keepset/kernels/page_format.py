@@ -1,9 +1,8 @@
-"""Formats of an engine's quantised cache: `RowFormat`, and `PageFormat`, which covers most of them."""
+"""`PageFormat`: how keys and values are read from an engine's quantised cache, and written to it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,115 +24,9 @@ _ZERO = 15
 """The lowest bits of a 4-bit row's scale, which hold the number that stands for zero."""
 
 
-Parts = tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places"] | None]
-"""The numbers of rows in float32, and each row's factor; None if rows have no factor of their own."""
-
-
-class RowFormat(ABC):
-    """A format in which the rows of a quantised cache are read and written. A row is one stored key or value.
-
-    Attributes:
-        head_dim: numbers of a key, and of a value.
-        dtype: the dtype in which keys and values are read.
-        key_scale, value_scale: factors of all keys and of all values of a layer; None if there are none. They are read
-            whenever rows are read or written.
-    """
-
-    head_dim: int
-    dtype: torch.dtype
-    key_scale: Float[Tensor, ""] | None
-    value_scale: Float[Tensor, ""] | None
-
-    @property
-    def key_mixing(self) -> Mixing | None:
-        """The mixing of keys before they are rounded; None if they are not mixed."""
-        return None
-
-    @property
-    def value_mixing(self) -> Mixing | None:
-        """The mixing of values before they are rounded; None if they are not mixed."""
-        return None
-
-    @abstractmethod
-    def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return keys without the layer's scale; mixed keys stay mixed.
-
-        Args:
-            rows: the stored rows; the bytes of each are contiguous.
-        """
-
-    def value_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return values without the layer's scale; mixed values stay mixed. By default they are stored as keys are."""
-        return self.key_parts(rows)
-
-    @abstractmethod
-    def encode_keys(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
-    ) -> Shaped[Tensor, "n row"]:
-        """Return keys in their stored form, as bytes.
-
-        Args:
-            numbers: the keys.
-            scale: the scale of the layer of each; None for `key_scale`.
-        """
-
-    @abstractmethod
-    def encode_values(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
-    ) -> Shaped[Tensor, "n row"]:
-        """Return values in their stored form, as bytes; see `encode_keys`."""
-
-    def decode_keys(
-        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
-    ) -> Float[Tensor, "*places head_dim"]:
-        """Return keys in `dtype`. They are read in blocks, so that few are held in float32.
-
-        Args:
-            rows: the stored rows; the bytes of each are contiguous.
-            scale: the scale of the layer of each; None for `key_scale`.
-        """
-        return self._decoded(rows, self.key_parts, self.key_mixing, self.key_scale if scale is None else scale)
-
-    def decode_values(
-        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
-    ) -> Float[Tensor, "*places head_dim"]:
-        """Return values in `dtype`; see `decode_keys`."""
-        return self._decoded(rows, self.value_parts, self.value_mixing, self.value_scale if scale is None else scale)
-
-    def encode_entries(
-        self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
-    ) -> tuple[Shaped[Tensor, "*n key_row"], Shaped[Tensor, "*n value_row"]]:
-        """Return the rows of keys and values of a layer, as bytes."""
-        places = keys.shape[:-1]
-        rows = self.encode_keys(keys.reshape(-1, self.head_dim)), self.encode_values(values.reshape(-1, self.head_dim))
-        return rows[0].view(*places, -1), rows[1].view(*places, -1)
-
-    def _decoded(
-        self,
-        rows: Shaped[Tensor, "*places row"],
-        parts: Callable[[Tensor], Parts],
-        mixing: Mixing | None,
-        scale: Float[Tensor, "*#places"] | None,
-    ) -> Float[Tensor, "*places head_dim"]:
-        places = rows.shape[:-1]
-        flat = rows.reshape(-1, rows.shape[-1])
-        layer_scale = None if scale is None else scale.expand(places).reshape(-1)
-        decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
-        # In blocks whose numbers fit a core's cache in float32.
-        at_once = max(1, block_size(rows.device, CACHE_BLOCK) // self.head_dim)
-        for first in range(0, len(flat), at_once):
-            some = slice(first, first + at_once)
-            numbers, own = parts(flat[some])
-            for factor in (own, None if layer_scale is None else layer_scale[some]):
-                if factor is not None:
-                    torch.mul(numbers, factor[:, None], out=numbers)
-            decoded[some] = numbers if mixing is None else mixing.unmixed(numbers)
-        return decoded.view(*places, self.head_dim)
-
-
 @dataclass(frozen=True, eq=False)
-class PageFormat(RowFormat):
-    """A format of a quantised cache that stores keys and values in the same way.
+class PageFormat:
+    """The format of a quantised cache, which stores keys and values in the same way.
 
     A row is the numbers of one key or value, then its scale, unless the layer has one scale for all keys and one for
     all values. A row stands for `numbers * scale`, or in 4 bits for `(numbers - zero) * scale`, where the lowest bits
@@ -156,14 +49,6 @@ class PageFormat(RowFormat):
     mixing: Mixing | None = None
 
     @property
-    def key_mixing(self) -> Mixing | None:
-        return self.mixing
-
-    @property
-    def value_mixing(self) -> Mixing | None:
-        return self.mixing
-
-    @property
     def has_row_scales(self) -> bool:
         """Whether each row has a scale of its own."""
         return self.key_scale is None
@@ -178,8 +63,16 @@ class PageFormat(RowFormat):
         """Bytes of a row."""
         return self.number_bytes + (SCALE_BYTES if self.has_row_scales else 0)
 
-    def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return the stored numbers of rows, 4-bit ones less their row's zero, and the rows' own scales."""
+    def parts(
+        self, rows: Shaped[Tensor, "*places row"]
+    ) -> tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places"] | None]:
+        """Return the numbers of keys or values in float32, and each row's own scale if rows have one.
+
+        Mixed rows stay mixed, and the layer's scale is left out. From 4-bit numbers their row's zero is subtracted.
+
+        Args:
+            rows: the stored rows; the bytes of each are contiguous.
+        """
         stored = rows.view(torch.uint8)
         numbers, behind = stored[..., : self.number_bytes], stored[..., self.number_bytes :]
         if self.numbers == FOUR_BITS:
@@ -245,7 +138,51 @@ class PageFormat(RowFormat):
     def encode_values(
         self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
     ) -> Shaped[Tensor, "n row"]:
+        """Return values in their stored form, as bytes; see `encode_keys`."""
         return self.encode_keys(numbers, _of_all_rows(self.value_scale) if scale is None else scale)
+
+    def encode_entries(
+        self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
+    ) -> tuple[Shaped[Tensor, "*n row"], Shaped[Tensor, "*n row"]]:
+        """Return the rows of keys and values of a layer, as bytes."""
+        places = keys.shape[:-1]
+        rows = self.encode_keys(keys.reshape(-1, self.head_dim)), self.encode_values(values.reshape(-1, self.head_dim))
+        return rows[0].view(*places, -1), rows[1].view(*places, -1)
+
+    def decode_keys(
+        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
+    ) -> Float[Tensor, "*places head_dim"]:
+        """Return keys in `dtype`. They are read in blocks, so that few are held in float32.
+
+        Args:
+            rows: the stored rows; the bytes of each are contiguous.
+            scale: the scale of the layer of each; None for `key_scale`.
+        """
+        return self._decoded(rows, self.key_scale if scale is None else scale)
+
+    def decode_values(
+        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
+    ) -> Float[Tensor, "*places head_dim"]:
+        """Return values in `dtype`; see `decode_keys`."""
+        return self._decoded(rows, self.value_scale if scale is None else scale)
+
+    def _decoded(
+        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None
+    ) -> Float[Tensor, "*places head_dim"]:
+        places = rows.shape[:-1]
+        flat = rows.reshape(-1, rows.shape[-1])
+        layer_scale = None if scale is None else scale.expand(places).reshape(-1)
+        decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
+        # In blocks whose numbers fit a core's cache in float32.
+        at_once = max(1, block_size(rows.device, CACHE_BLOCK) // self.head_dim)
+        for first in range(0, len(flat), at_once):
+            some = slice(first, first + at_once)
+            numbers, own = self.parts(flat[some])
+            for factor in (own, None if layer_scale is None else layer_scale[some]):
+                if factor is not None:
+                    torch.mul(numbers, factor[:, None], out=numbers)
+            decoded[some] = numbers if self.mixing is None else self.mixing.unmixed(numbers)
+        return decoded.view(*places, self.head_dim)
 
 
 def _of_all_rows(scale: Float[Tensor, ""] | None) -> Float[Tensor, " 1"] | None:
@@ -259,7 +196,7 @@ def largest_number(kind: torch.dtype) -> float:
 
 
 def encode_layers(
-    formats: Sequence[RowFormat], numbers: Float[Tensor, "n head_dim"], layers: Int[Tensor, " n"], values: bool
+    formats: Sequence[PageFormat], numbers: Float[Tensor, "n head_dim"], layers: Int[Tensor, " n"], values: bool
 ) -> Shaped[Tensor, "n row"]:
     """Return keys or values of several layers in their stored form, as bytes.
 
@@ -274,7 +211,7 @@ def encode_layers(
 
 
 def decode_layers(
-    formats: Sequence[RowFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
+    formats: Sequence[PageFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
 ) -> Float[Tensor, "layers_rows heads entries head_dim"]:
     """Return the keys or values that rows of several layers stand for; each layer has equally many rows.
 
@@ -287,7 +224,7 @@ def decode_layers(
     return decode(rows, None if scales is None else scales.repeat_interleave(len(rows) // len(scales))[:, None, None])
 
 
-def layer_scales(formats: Sequence[RowFormat], values: bool) -> Float[Tensor, " layers"] | None:
+def layer_scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:
     """Return the scale of each layer's keys or values; None if layers have none."""
     scales = [each.value_scale if values else each.key_scale for each in formats]
     known = [scale for scale in scales if scale is not None]

@@ -1,4 +1,7 @@
-"""Attention over quantised caches on CPUs, few or none of which vLLM's own CPU backend can read."""
+"""Attention over quantised caches on CPUs, few or none of which vLLM's own CPU backend can read.
+
+PyTorch's operators compute it. It is a reference for what GPUs do, not a fast way to serve.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.paged_heads import attend_heads
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages
-from keepset.paged.pages import ScatteredPages, StridedPages, decoded_entries
+from keepset.paged.pages import StridedPages, decoded_entries
 from keepset.vllm.attention import CompressedAttentionImpl
 from keepset.vllm.engine_context import PlannedStep
 
@@ -161,7 +164,7 @@ class Biased(NamedTuple):
         return self.column.view(-1)[slots].where(entry < self.counts[some, None], 0)
 
 
-def write(pages: StridedPages | ScatteredPages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
+def write(pages: StridedPages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
     """Write keys and values, `[n, head_dim]`, in the cache's format to slots counted from the first layer's on."""
     rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
     pages.write(*rows, slots - pages.place * pages.slots)
@@ -232,7 +235,7 @@ class RowsMixin(CompressedAttentionImpl):
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, pages = step.per_head, self.pages(layer, kv_cache)
         keys, values = (per_head.split(rows)[:, 0] for rows in (key, value))
-        assert isinstance(pages, StridedPages | ScatteredPages)
+        assert isinstance(pages, StridedPages)
         write(pages, keys, values, per_head.batch(self._place).slot_mapping)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.ops.int4_per_token_head import single_rht
 
-from tests.vllm import turboquant
-
 
 def attend(
     q: Tensor,
@@ -228,10 +226,8 @@ def use(backend: str) -> None:
     from vllm.v1.attention.backends import flash_attn, triton_attn
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    def chosen(cls: Any, *_: Any, attn_selector_config: Any, **__: Any) -> str:
-        # Layers whose cache is whole beside others whose cache is TurboQuant's.
-        whole = backend == "TURBOQUANT" and attn_selector_config.kv_cache_dtype == "auto"
-        return AttentionBackendEnum["FLASH_ATTN" if whole else backend].get_path()
+    def chosen(cls: Any, *_: Any, **__: Any) -> str:
+        return AttentionBackendEnum[backend].get_path()
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
     if backend == "FLASHINFER":
@@ -245,8 +241,6 @@ def use(backend: str) -> None:
         triton_mla._compute_num_kv_splits = lambda *_: 1
         _custom_ops.concat_and_cache_mla = write_latents
         return
-    if backend == "TURBOQUANT":
-        turboquant.use(attend)
     flash_attn.get_flash_attn_version = lambda *_, **__: 3
     flash_attn.get_scheduler_metadata = schedule
     flash_attn._FA4_DENSE_ATTENTION_KERNEL = attend

@@ -105,7 +105,6 @@ SERVED = {
     "kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"]),
 }
 """A configuration for counts that come from the data."""
-PACKED = {"cache_config__cache_dtype": "turboquant_4bit_nc", "cache_config__kv_cache_dtype_skip_layers": ["0", "1"]}
 CONTEXTS: dict[str, Any] = {
     "additional_config": {"keepset_contexts": str(Path(__file__).parent)},
     "kv_transfer_config": connector(CONTEXT_CONNECTOR["kv_connector_module_path"], "ContextConnector"),
@@ -175,26 +174,14 @@ REFUSED = [
     (UNIFORM, {"parallel_config__prefill_context_parallel_size": 2}, "context parallelism divides a request's entries"),
     (UNIFORM, {"parallel_config__use_ubatching": True}, "micro-batch overlap runs two batches at once"),
     (UNIFORM, {"parallel_config__enable_dbo": True}, "micro-batch overlap runs two batches at once"),
-    (
-        UNIFORM,
-        {"cache_config__cache_dtype": "ultraquant_4bit"},
-        "it cannot read a KV cache of kind ultraquant_4bit; use kv_cac",
-    ),
     *(
-        (recipe, SERVED | PACKED | changes, reason)
-        for recipe, changes, reason in (
-            (UNIFORM, CONTEXTS, "contexts need layers of one kind, and with kind turboquant_4bit_nc vLLM k"),
-            *(
-                (recipe, {}, "layers that vLLM keeps in 16 bits share block tables with those of kind")
-                for recipe in ("pyramid(snapkv, keep=128)", "pool(snapkv, keep=0.25)")
-            ),
-            (UNIFORM, {"speculative_config": NGRAM}, "speculative decoding is not served with a KV cache of kind turb"),
-            (
-                UNIFORM,
-                {"kv_transfer_config": connector(BESIDE_MODULE, OFFLOADING)},
-                "other KV connectors are not served with a KV cache of kind turboquant_4bit_nc; leave them out",
-            ),
+        (
+            UNIFORM,
+            {"cache_config__cache_dtype": kind},
+            f"it serves KV caches of kind fp8, of kind int8_per_token_head and of 16 bits, not of kind {kind}; set "
+            "kv_cache_dtype (--kv-cache-dtype) to fp8 or int8_per_token_head, or leave it out.",
         )
+        for kind in ("ultraquant_4bit", "nvfp4", "nvfp4_4over6", "turboquant_k8v4", "turboquant_3bit_nc")
     ),
     (
         UNIFORM,
@@ -329,10 +316,6 @@ def test_a_server_has_8_bits_unless_4_are_asked_for(written: str, bits: int) -> 
         ("match(snapkv, biases=False, keep=0.25)", {"cache_config__cache_dtype": "fp8_e4m3"}),
         ("int8(match(adakv(snapkv)), keep=96)", {"cache_config__cache_dtype": "int8_per_token_head"}),
         (UNIFORM, {"cache_config__cache_dtype": "fp8_per_token_head"}),
-        (RAGGED, PACKED),
-        ("match(snapkv, keep=96)", PACKED),
-        ("pool(snapkv, keep=96)", SERVED | {"cache_config__cache_dtype": "nvfp4"}),
-        (UNIFORM, CONTEXTS | {"cache_config__cache_dtype": "nvfp4"}),
         ("quantized(adakv(snapkv), bytes=0.05)", {"cache_config__cache_dtype": "int8_per_token_head"}),
         ("quantized(adakv(snapkv), bits=4, bytes=0.05)", {"cache_config__cache_dtype": "int4_per_token_head"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
@@ -468,7 +451,7 @@ def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(compat.changed(mixed=True, latents=True, turboquant=True)) == []
+    assert list(compat.changed(mixed=True, latents=True)) == []
     monkeypatch.setattr("keepset.vllm.compat.BORROWED", borrowed)
     said = refused(UNIFORM)
     assert f"{next(iter(borrowed))} of vLLM" in said and "differs from the tested one; install " in said

@@ -43,7 +43,7 @@ def _launch(  # type: ignore[no-untyped-def]
     head_dim = networks.partner.shape[1]
     value_dim = inputs - 2 - head_dim
     known = None if known is None else known.contiguous()
-    mixing = formats[0].key_mixing if formats else None
+    mixing = formats[0].mixing if formats else None
     codes = torch.empty(rows, heads, entries, dtype=torch.float32, device=new.device)
     if not codes.numel():
         return codes
