@@ -16,12 +16,6 @@ SCALE_BYTES = 4
 """Bytes of a scale, which is a float32."""
 LEAST_SCALE = 1e-6
 """The least scale that is written, so that a row of zeros is not divided by zero."""
-FOUR_BITS = torch.uint8
-"""The dtype of stored bytes that hold two 4-bit numbers each, the first in the lower half."""
-LEVELS = 15
-"""The largest 4-bit number."""
-_ZERO = 15
-"""The lowest bits of a 4-bit row's scale, which hold the number that stands for zero."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,16 +23,15 @@ class PageFormat:
     """The format of a quantised cache, which stores keys and values in the same way.
 
     A row is the numbers of one key or value, then its scale, unless the layer has one scale for all keys and one for
-    all values. A row stands for `numbers * scale`, or in 4 bits for `(numbers - zero) * scale`, where the lowest bits
-    of the scale are the row's `zero`. A mixed row stands for the product of this with `mixing.unmix`.
+    all values. A row stands for `numbers * scale`. A mixed row stands for the product of this with `mixing.unmix`.
 
     Attributes:
-        numbers: the dtype of the stored numbers: int8, an 8-bit float, or `FOUR_BITS`.
+        numbers: the dtype of the stored numbers: int8, or an 8-bit float.
         head_dim: numbers of a key.
         dtype: the dtype in which keys and values are read.
         key_scale, value_scale: the layer's scales; None if each row has its own. They are read whenever rows are read
             or written.
-        mixing: the mixing of rows; 4-bit rows are always mixed; None if rows are not mixed.
+        mixing: the mixing of rows; None if rows are not mixed.
     """
 
     numbers: torch.dtype
@@ -54,31 +47,22 @@ class PageFormat:
         return self.key_scale is None
 
     @property
-    def number_bytes(self) -> int:
-        """Bytes of a row's numbers."""
-        return self.head_dim // 2 if self.numbers == FOUR_BITS else self.head_dim
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self.number_bytes + (SCALE_BYTES if self.has_row_scales else 0)
+        return self.head_dim + (SCALE_BYTES if self.has_row_scales else 0)
 
     def parts(
         self, rows: Shaped[Tensor, "*places row"]
     ) -> tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places"] | None]:
         """Return the numbers of keys or values in float32, and each row's own scale if rows have one.
 
-        Mixed rows stay mixed, and the layer's scale is left out. From 4-bit numbers their row's zero is subtracted.
+        Mixed rows stay mixed, and the layer's scale is left out.
 
         Args:
             rows: the stored rows; the bytes of each are contiguous.
         """
         stored = rows.view(torch.uint8)
-        numbers, behind = stored[..., : self.number_bytes], stored[..., self.number_bytes :]
-        if self.numbers == FOUR_BITS:
-            bits = behind.view(torch.int32)
-            halves = torch.stack([numbers & LEVELS, numbers >> 4], -1).flatten(-2)
-            return halves.float().sub_(bits & _ZERO), (bits & ~_ZERO).view(torch.float32)[..., 0]
+        numbers, behind = stored[..., : self.head_dim], stored[..., self.head_dim :]
         return numbers.view(self.numbers).float(), behind.view(torch.float32)[..., 0] if self.has_row_scales else None
 
     def encode_keys(
@@ -89,11 +73,7 @@ class PageFormat:
             scale = max(max(|row|) / largest, 1e-6)     stored = round(row / scale)
 
         If the format mixes rows, they are mixed first. Integers are rounded half away from zero, 8-bit floats to even.
-        If rows have their own scales, a row with NaN or infinity gets the scale NaN and is all NaN when it is read. In
-        4 bits:
-
-            scale = max((max(row) - min(row)) / 15, 1e-6)     zero = round(-min(row) / scale)
-            stored = round(row / scale + zero); both `zero` and `stored` are limited to 0 to 15
+        If rows have their own scales, a row with NaN or infinity gets the scale NaN and is all NaN when it is read.
 
         Args:
             numbers: the keys.
@@ -101,8 +81,6 @@ class PageFormat:
         """
         scale = _of_all_rows(self.key_scale) if scale is None else scale
         whole = numbers.float() if self.mixing is None else self.mixing.mixed(numbers).float()
-        if self.numbers == FOUR_BITS:
-            return self._encode_halves(whole)
         rows = torch.empty(len(whole), self.row_bytes, dtype=torch.uint8, device=whole.device)
         largest = largest_number(self.numbers)
         if scale is None:
@@ -115,20 +93,6 @@ class PageFormat:
         if self.numbers == torch.int8:
             steps = (steps + torch.full_like(steps, 0.5).copysign(steps)).nan_to_num_(0.0)
         rows[:, : self.head_dim] = steps.clamp_(-largest, largest).to(self.numbers).view(torch.uint8)
-        return rows
-
-    def _encode_halves(self, mixed: Float[Tensor, "n head_dim"]) -> Shaped[Tensor, "n row"]:
-        """Return mixed rows in 4 bits."""
-        rows = torch.empty(len(mixed), self.row_bytes, dtype=torch.uint8, device=mixed.device)
-        least, largest = mixed.amin(-1), mixed.amax(-1)
-        scale = ((largest - least) / LEVELS).clamp(min=LEAST_SCALE)
-        # Negative numbers, which this rounds the wrong way, become 0 anyway.
-        zero = (-least / scale + 0.5).nan_to_num_(0.0).clamp_(0, LEVELS).int()
-        steps = mixed * (1 / scale)[:, None] + zero[:, None]
-        halves = steps.add_(0.5).nan_to_num_(0.0).clamp_(0, LEVELS).to(torch.uint8)
-        rows[:, : self.number_bytes] = halves[:, 0::2] | halves[:, 1::2] << 4
-        scale = scale.where((least - least == 0) & (largest - largest == 0), float("nan"))
-        rows[:, self.number_bytes :].view(torch.int32)[:, 0] = (scale.view(torch.int32) & ~_ZERO) | zero
         return rows
 
     def join(self, numbers: Int8[Tensor, "n head_dim"], scale: Float[Tensor, " n"]) -> Shaped[Tensor, "n row"]:

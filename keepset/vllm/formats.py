@@ -11,23 +11,19 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.mixing import Mixing, mixing_of_stores
-from keepset.kernels.page_format import FOUR_BITS, SCALE_BYTES, PageFormat
-from keepset.vllm.compat import mixing_of, write_rows
-from keepset.vllm.recipe_support import INT4, INT8
+from keepset.kernels.page_format import SCALE_BYTES, PageFormat
+from keepset.vllm.compat import write_rows
+from keepset.vllm.recipe_support import INT8
 
 WHOLE = ("auto", "float16", "bfloat16", "float32")
 """Types of caches that are not quantised."""
 LAYER_SCALES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Types of caches with one scale for a layer's keys, and one for its values."""
-ROW_SCALES = (INT8, INT4, "fp8_per_token_head")
+ROW_SCALES = (INT8, "fp8_per_token_head")
 """Types of caches with a scale for each key and one for each value."""
 
-_ROW_MODES = {
-    KVQuantMode.INT8_PER_TOKEN_HEAD: (torch.int8, 1),
-    KVQuantMode.INT4_PER_TOKEN_HEAD: (torch.uint8, 2),
-    KVQuantMode.FP8_PER_TOKEN_HEAD: (torch.uint8, 1),
-}
-"""The caches with a scale for each row by vLLM's quantisation mode: their dtype, and how many numbers share a byte."""
+_ROW_MODES = {KVQuantMode.INT8_PER_TOKEN_HEAD: torch.int8, KVQuantMode.FP8_PER_TOKEN_HEAD: torch.uint8}
+"""The caches with a scale for each row by vLLM's quantisation mode, and their dtype."""
 
 
 def format_of(layer: Any, dtype: torch.dtype) -> PageFormat | None:
@@ -57,7 +53,7 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
         device: the cache's device.
 
     Raises:
-        UnsupportedEngineError: the entries differ by more than the rounding to 8 or 4 bits.
+        UnsupportedEngineError: the entries differ by more than the rounding to 8 bits.
     """
     format, size, draw = row_format(kind, head_dim, dtype), 16, torch.Generator().manual_seed(0)
     cache = torch.zeros(2, kv_heads, size, 2 * format.row_bytes, dtype=torch.int8, device=device)
@@ -69,12 +65,8 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
     write_rows(kind, new[0], new[1], cache, slots)
     rows = cache[slots // size, :, slots % size].chunk(2, -1)
     for part, right in zip(rows, numbers, strict=True):
-        off, whole = format.decode_keys(part).float() - right.float(), right.float()
-        if kind == INT4:
-            near = off.norm(dim=-1) <= whole.norm(dim=-1) / _PARTS
-        else:
-            near = off.abs() <= whole.abs().amax(-1, keepdim=True) / _STEPS
-        if not bool(near.all()):
+        off = format.decode_keys(part).float() - right.float()
+        if not bool((off.abs() <= right.float().abs().amax(-1, keepdim=True) / _STEPS).all()):
             raise UnsupportedEngineError(
                 f"keepset does not know the layout of this vLLM's KV cache of kind {kind}: use a supported version, "
                 "or kv_cache_dtype auto."
@@ -83,20 +75,16 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
 
 _STEPS = 24
 """The error of an 8-bit number is less than its row's largest number divided by this."""
-_PARTS = 4
-"""The error of a 4-bit row is less than the row's length divided by this."""
 
 
 def row_format(kind: str, head_dim: int, dtype: torch.dtype) -> PageFormat:
     """Return the format of a cache in which each key and each value has a scale."""
-    if kind == INT4:
-        return PageFormat(FOUR_BITS, head_dim, dtype, mixing=mixing_of(head_dim, current_platform.device_type))
     numbers = torch.int8 if kind == INT8 else current_platform.fp8_dtype()
     return PageFormat(numbers, head_dim, dtype, mixing=own_mixing(kind, head_dim))
 
 
 def own_mixing(kind: str, head_dim: int) -> Mixing | None:
-    """Return how keepset mixes rows before vLLM sees them; None if it does not. vLLM itself mixes 4-bit rows.
+    """Return how keepset mixes rows before vLLM sees them; None if it does not.
 
     Args:
         kind: vLLM's name of the cache's type.
@@ -107,18 +95,16 @@ def own_mixing(kind: str, head_dim: int) -> Mixing | None:
 
 def as_on_gpus(spec: AttentionSpec) -> AttentionSpec:
     """Return a layer's kind of cache as in vLLM's backends for GPUs: with room for rows' scales."""
-    content = _content_of(spec)
-    return (
-        spec if content is None or spec.state_content_bytes is not None else replace(spec, state_content_bytes=content)
-    )
+    if spec.kv_quant_mode not in _ROW_MODES or spec.state_content_bytes is not None:
+        return spec
+    return replace(spec, state_content_bytes=_content_of(spec))
 
 
 def packed_otherwise(spec: AttentionSpec) -> bool:
     """Return whether a layer's cache has another layout than the one that keepset knows for its type."""
     mode = spec.kv_quant_mode
     if mode in _ROW_MODES:
-        dtype, together = _ROW_MODES[mode]
-        if spec.dtype != dtype or spec.head_size % (together * SCALE_BYTES):
+        if spec.dtype != _ROW_MODES[mode] or spec.head_size % SCALE_BYTES:
             return True
     elif mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         return True
@@ -130,4 +116,4 @@ def _content_of(spec: AttentionSpec) -> int | None:
     """Return the bytes of a head's key and value in a cache with rows' scales; None where vLLM's default is right."""
     if spec.kv_quant_mode not in _ROW_MODES:
         return None
-    return 2 * (spec.head_size // _ROW_MODES[spec.kv_quant_mode][1] + SCALE_BYTES)
+    return 2 * (spec.head_size + SCALE_BYTES)

@@ -31,7 +31,7 @@ from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
-from keepset.vllm.recipe_support import COUNTED_AHEAD, INT4, INT8, lacking, objections, rotates, unserved
+from keepset.vllm.recipe_support import COUNTED_AHEAD, INT8, lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
     BESIDE,
     BESIDE_MODULE,
@@ -84,7 +84,7 @@ def _of_version(config: VllmConfig) -> Iterator[str]:
         yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}."
     dtype = config.cache_config.cache_dtype
     rows = dtype in ROW_SCALES and not current_platform.is_cpu()
-    for name in changed(rows, dtype == INT4, config.model_config.use_mla):
+    for name in changed(rows, config.model_config.use_mla):
         yield f"{name} of vLLM {vllm.__version__} differs from the tested one; install {served}."
 
 

@@ -24,7 +24,7 @@ from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.mixing import Mixing
 from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
-from keepset.kernels.page_format import FOUR_BITS, PageFormat
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
@@ -137,10 +137,9 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
     columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
     scale, rows = torch.ones(()), torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim + 8, dtype=torch.int8)
-    mixing, halves = Mixing(torch.eye(head_dim), torch.eye(head_dim)), rows[..., : head_dim + 8].contiguous()
-    int8, int4 = (PageFormat(kind, head_dim, dtype, mixing=mixing) for kind in (torch.int8, FOUR_BITS))
+    int8 = PageFormat(torch.int8, head_dim, dtype, mixing=Mixing(torch.eye(head_dim), torch.eye(head_dim)))
     fp8 = PageFormat(torch.float8_e4m3fn, head_dim, dtype, scale, scale)
-    stored = (rows, int8), (rows[..., :-8].contiguous(), fp8), (halves, int4)
+    stored = (rows, int8), (rows[..., :-8].contiguous(), fp8)
     few_bits = [([one] * LAYERS, format) for one, format in stored] if quantised else []
     for own, format in [(caches, None), *few_bits]:
         append_to_pages(keys, keys, own[0], tokens, one, format)

@@ -18,7 +18,7 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.softmax import Softmax
-from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
+from tests.kernels.quantised import ALL_FORMATS, quantised
 from tests.kernels.test_attention import TOLERANCE, attention_of, seeded
 from tests.paged.allocator import Row
 from tests.tiers import FULL
@@ -252,7 +252,7 @@ def test_new_entries_are_quantised_where_they_are_written(
     implementation: str, kind: str, scales: tuple[float, float] | None, dtype: torch.dtype
 ) -> None:
     """Bit for bit as `PageFormat` does it; numbers are of all sizes, and some are none."""
-    kv_heads, size, dim = 3, 16, 24 if kind == INT4 else 20
+    kv_heads, size, dim = 3, 16, 20
     case = Case.draw(LENGTHS, [min(length, 1) for length in LENGTHS], kv_heads, size, dim, torch.float32)
     stored, _, how = quantised(case.caches, kind, scales, dtype, seeded(2))
     keys, values = (torch.randn(len(LENGTHS), kv_heads, dim, generator=seeded(seed)) for seed in (3, 4))

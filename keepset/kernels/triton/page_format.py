@@ -1,8 +1,7 @@
 """Quantised rows inside kernels: loading their numbers as floats, and storing floats as rows.
 
 `FORMAT` is the kind of the stored numbers (`kind_of`); with `OWN_SCALES` each row has its scale right behind them.
-8-bit floats are decoded bit by bit, so that GPUs without such a type can read and write them. Two 4-bit numbers share a
-byte, and the lowest bits of the row's scale are the number that stands for zero. Mixed rows stay mixed.
+8-bit floats are decoded bit by bit, so that GPUs without such a type can read and write them. Mixed rows stay mixed.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepset.kernels.page_format import FOUR_BITS, PageFormat
+from keepset.kernels.page_format import PageFormat
 
-_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, FOUR_BITS: 4}
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 
 
 def kind_of(format: PageFormat | None) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def as_bytes(cache: Tensor, format: PageFormat | None) -> Tensor:
 
 @triton.jit
 def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
-    """Return numbers of rows: unquantised ones as they are, others in float32, without their scales and zeros.
+    """Return numbers of rows: unquantised ones as they are, others in float32, without their scales.
 
     Args:
         row: pointer to each row.
@@ -49,9 +48,6 @@ def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
     """
     if FORMAT == 0:
         numbers = tl.load(row + dims, mask=mask, other=0.0)
-    elif FORMAT == 4:
-        pair = tl.load(row + dims // 2, mask=mask, other=0).to(tl.int32)
-        numbers = ((pair >> (dims % 2 * 4)) & 15).to(tl.float32)
     else:
         bits = tl.load(row + dims, mask=mask, other=0)
         if FORMAT == 1:
@@ -73,20 +69,9 @@ def _small_floats(bits):
 
 
 @triton.jit
-def load_scales(row, mask, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
+def load_scales(row, mask, HEAD_DIM: tl.constexpr):
     """Return the scales of rows that have their own; 0 for rows that are not loaded."""
-    if FORMAT == 4:
-        bits = tl.load((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), mask=mask, other=0)
-        scales = (bits & -16).to(tl.float32, bitcast=True)
-    else:
-        scales = tl.load((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
-    return scales
-
-
-@triton.jit
-def load_zeros(row, mask, HEAD_DIM: tl.constexpr):
-    """Return the 4-bit number that stands for zero in each row; 0 for rows that are not loaded."""
-    return (tl.load((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), mask=mask, other=0) & 15).to(tl.float32)
+    return tl.load((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -105,8 +90,6 @@ def store_rows(
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
     if FORMAT == 0:
         tl.store(row[:, None] + dims[None, :], rows, mask=mask)
-    elif FORMAT == 4:
-        _store_halves(row, rows.to(tl.float32), exists, dims, HEAD_DIM)
     else:
         rows, largest = rows.to(tl.float32), 127.0
         if FORMAT == 2:
@@ -130,25 +113,6 @@ def store_rows(
         else:
             bits = _eight_bits(steps, largest, 2, 15)
         tl.store(row[:, None] + dims[None, :], bits, mask=mask)
-
-
-@triton.jit
-def _store_halves(row, rows, exists, dims, HEAD_DIM: tl.constexpr):
-    """Write mixed rows in 4 bits."""
-    real = (dims < HEAD_DIM)[None, :]
-    spoilt = tl.min((rows - rows == 0.0).to(tl.int32), 1) == 0
-    rows = tl.where(spoilt[:, None], 0.0, rows)
-    least = tl.min(tl.where(real, rows, float("inf")), 1)
-    scale = tl.maximum((tl.max(tl.where(real, rows, float("-inf")), 1) - least) / 15.0, 1e-6)
-    zero = tl.minimum(tl.maximum(-least / scale + 0.5, 0.0), 15.0).to(tl.int32)
-    steps = rows * (1.0 / scale)[:, None] + zero.to(tl.float32)[:, None]
-    halves = tl.minimum(tl.maximum(steps + 0.5, 0.0), 15.0).to(tl.int32)
-    bits = tl.where(spoilt, float("nan"), scale).to(tl.int32, bitcast=True)
-    tl.store((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), (bits & -16) | zero, mask=exists)
-    pairs = tl.reshape(halves, [rows.shape[0], rows.shape[1] // 2, 2]) << (4 * tl.arange(0, 2))[None, None, :]
-    byte = tl.arange(0, rows.shape[1] // 2)
-    mask = exists[:, None] & (byte < HEAD_DIM // 2)[None, :]
-    tl.store(row[:, None] + byte[None, :], tl.sum(pairs, 2).to(tl.uint8), mask=mask)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros, store_rows
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, store_rows
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, begun, capped, rows_of, streamed
 
 _SPLITS = 8, 64
@@ -234,11 +234,9 @@ def _attend_pages(
             cache_block, cache_head, cache_entry, bias_layer, HEADS, SIZE, ALIGNED, EIGHT,
         )  # fmt: skip
         k = load_numbers(numbers[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
-        if FORMAT == 4:
-            k -= load_zeros(numbers, stored, HEAD_DIM)[None, :]
         logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
         if OWN_SCALES:
-            logits *= load_scales(numbers, stored, HEAD_DIM, FORMAT)[None, :]
+            logits *= load_scales(numbers, stored, HEAD_DIM)[None, :]
         if CAPPED:
             logits = capped(logits, cap)
         if BIASED:
@@ -249,10 +247,8 @@ def _attend_pages(
         numbers += HALF
         real = stored[:, None] & (value_dims < VALUE_DIM)[None, :]
         v = load_numbers(numbers[:, None], value_dims[None, :], real, FORMAT)
-        if FORMAT == 4:
-            v -= load_zeros(numbers, stored, HEAD_DIM)[:, None]
         if OWN_SCALES:
-            weights *= load_scales(numbers, stored, HEAD_DIM, FORMAT)[None, :]
+            weights *= load_scales(numbers, stored, HEAD_DIM)[None, :]
         v = v.to(q.dtype)
         attended = attended * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
     # A row that sees nothing gives zero; NaN stays NaN.

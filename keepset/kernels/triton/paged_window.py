@@ -12,7 +12,7 @@ from keepset.kernels import dispatch
 from keepset.kernels.page_format import layer_scales
 from keepset.kernels.paged_arguments import ColumnTarget
 from keepset.kernels.softmax import GroupReduction
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
 from keepset.kernels.triton.paged import _dealt_to, _find
 from keepset.kernels.triton.softmax import (
     LEAST_PART,
@@ -138,12 +138,10 @@ def _logits(
         cache_block, cache_head, cache_entry, slot_layer, HEADS, SIZE, ALIGNED, EIGHT,
     )  # fmt: skip
     k = load_numbers(keys[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
-    if FORMAT == 4:
-        k -= load_zeros(keys, stored, HEAD_DIM)[None, :]
     k = k.to(q.dtype)
     factor = scaling
     if OWN_SCALES:
-        factor = scaling * load_scales(keys, stored, HEAD_DIM, FORMAT)[None, :]
+        factor = scaling * load_scales(keys, stored, HEAD_DIM)[None, :]
     # Entries since the event are equally far from their positions; kept ones count as just before them.
     position = entry + length - entries
     if PLACED:

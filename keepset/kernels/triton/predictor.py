@@ -8,7 +8,7 @@ import triton.language as tl
 
 from keepset.kernels.entry_code import SCORE_LIMIT, SCORE_STEPS, SHORTEST, SLOPE_LIMIT, SLOPE_STEPS
 from keepset.kernels.page_format import layer_scales
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
 from keepset.kernels.triton.softmax import rows_of
 
 _WIDTH = 64
@@ -100,8 +100,6 @@ def _numbers(row, exists, dims, unmix, DIM: tl.constexpr, FORMAT: tl.constexpr):
         for begin in range(0, DIM, dims.shape[0]):
             place = begin + tl.arange(0, dims.shape[0])
             mixed = load_numbers(row[:, None], place[None, :], exists[:, None] & (place < DIM)[None, :], FORMAT)
-            if FORMAT == 4:
-                mixed -= load_zeros(row, exists, DIM)[:, None]
             part = tl.load(
                 unmix + place[:, None] * DIM + dims[None, :],
                 mask=(place < DIM)[:, None] & (dims < DIM)[None, :], other=0.0,
@@ -201,8 +199,8 @@ def _entry_codes(
         at = tl.load(positions + row * at_row + head * at_head + entry * at_entry, mask=unknown, other=0).to(tl.int64)
         layer, key_scale, value_scale = row // requests, result, result
         if OWN_SCALES:
-            key_scale = load_scales(key, unknown, HEAD_DIM, FORMAT)
-            value_scale = load_scales(value, unknown, VALUE_DIM, FORMAT)
+            key_scale = load_scales(key, unknown, HEAD_DIM)
+            value_scale = load_scales(value, unknown, VALUE_DIM)
         elif FORMAT > 0:
             key_scale = tl.zeros([BLOCK], tl.float32) + tl.load(key_scales + layer)
             value_scale = tl.zeros([BLOCK], tl.float32) + tl.load(value_scales + layer)
