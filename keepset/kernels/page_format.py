@@ -23,7 +23,7 @@ class PageFormat:
     """The format of a quantised cache, which stores keys and values in the same way.
 
     A row is the numbers of one key or value, then its scale, unless the layer has one scale for all keys and one for
-    all values. A row stands for `numbers * scale`. A mixed row stands for the product of this with `mixing.unmix`.
+    all values. A row stands for `numbers * scale`. A mixed row stands for the product of this with `mixing.matrix`.
 
     Attributes:
         numbers: the dtype of the stored numbers: int8, or an 8-bit float.

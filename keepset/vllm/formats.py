@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from keepset.errors import UnsupportedEngineError
-from keepset.kernels.mixing import Mixing, mixing_of_stores
+from keepset.kernels.mixing import Mixing, mixing_of
 from keepset.kernels.page_format import SCALE_BYTES, PageFormat
 from keepset.vllm.compat import write_rows
 from keepset.vllm.recipe_support import INT8
@@ -60,8 +60,7 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
     cache = cache if kind == INT8 else cache.view(torch.uint8)
     numbers = torch.randn(2, 3, kv_heads, head_dim, generator=draw).to(device, dtype)
     slots = torch.tensor([size + 1, 5, 2], device=device)
-    own = own_mixing(kind, head_dim)
-    new = numbers if own is None else own.mixed(numbers)
+    new = numbers if format.mixing is None else format.mixing.mixed(numbers)
     write_rows(kind, new[0], new[1], cache, slots)
     rows = cache[slots // size, :, slots % size].chunk(2, -1)
     for part, right in zip(rows, numbers, strict=True):
@@ -90,12 +89,12 @@ def own_mixing(kind: str, head_dim: int) -> Mixing | None:
         kind: vLLM's name of the cache's type.
         head_dim: numbers of a key.
     """
-    return mixing_of_stores(head_dim, current_platform.device_type) if kind == INT8 else None
+    return mixing_of(head_dim, current_platform.device_type) if kind == INT8 else None
 
 
 def as_on_gpus(spec: AttentionSpec) -> AttentionSpec:
     """Return a layer's kind of cache as in vLLM's backends for GPUs: with room for rows' scales."""
-    if spec.kv_quant_mode not in _ROW_MODES or spec.state_content_bytes is not None:
+    if spec.state_content_bytes is not None:
         return spec
     return replace(spec, state_content_bytes=_content_of(spec))
 

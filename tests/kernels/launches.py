@@ -137,7 +137,7 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
     columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
     scale, rows = torch.ones(()), torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim + 8, dtype=torch.int8)
-    int8 = PageFormat(torch.int8, head_dim, dtype, mixing=Mixing(torch.eye(head_dim), torch.eye(head_dim)))
+    int8 = PageFormat(torch.int8, head_dim, dtype, mixing=Mixing(torch.eye(head_dim)))
     fp8 = PageFormat(torch.float8_e4m3fn, head_dim, dtype, scale, scale)
     stored = (rows, int8), (rows[..., :-8].contiguous(), fp8)
     few_bits = [([one] * LAYERS, format) for one, format in stored] if quantised else []

@@ -26,8 +26,7 @@ def format_of(kind: str, head_dim: int, dtype: torch.dtype, scales: tuple[float,
 
 def mixing_of(head_dim: int) -> Mixing:
     """The matrix of rows in 8 bits, by its formula."""
-    whole = matrix(head_dim).float()
-    return Mixing(whole.T, whole)
+    return Mixing(matrix(head_dim).float())
 
 
 def number_of(byte: int, kind: str) -> float:
@@ -65,7 +64,7 @@ def meant(rows: Tensor, kind: str, head_dim: int, scale: float | None = None) ->
 
 def _unmixed(rows: Tensor) -> Tensor:
     """What mixed rows stand for, number after number, so that a row means the same wherever it is."""
-    unmix, read = mixing_of(rows.shape[1]).unmix.double(), torch.zeros_like(rows)
+    unmix, read = mixing_of(rows.shape[1]).matrix.double(), torch.zeros_like(rows)
     for i, column in enumerate(rows.T):
         read += column[:, None] * unmix[i]
     return read

@@ -53,7 +53,7 @@ def test_numbers_are_stored_as_the_nearest(kind: str, scale: float | None) -> No
     candidates = torch.tensor([number_of(byte, kind) for byte in range(256)]).double()
     candidates = candidates[candidates.isfinite()]
     most = 127.0 if kind == "int8" else float(candidates.max())
-    turned = mixing_of(8).mix.double() if kind == "int8" else torch.eye(8, dtype=torch.float64)
+    turned = mixing_of(8).matrix.T.double() if kind == "int8" else torch.eye(8, dtype=torch.float64)
     for number, row in zip(numbers.double() @ turned, rows, strict=True):
         step = max(float(number.abs().max()) / most, LEAST_SCALE) if scale is None else scale
         steps = (number / step).clamp(-most, most)

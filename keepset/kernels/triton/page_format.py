@@ -53,19 +53,13 @@ def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
         if FORMAT == 1:
             numbers = bits.to(tl.int8, bitcast=True).to(tl.float32)
         elif FORMAT == 2:
-            numbers = _small_floats(bits)
+            wide = bits.to(tl.uint16)
+            numbers = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
+            # The exponent's bias is 8 less than that of a 16-bit float, which therefore reads a 256th from these bits.
+            numbers = tl.where((wide & 127) == 127, float("nan"), numbers * 256.0)
         else:  # the upper half of a 16-bit float
             numbers = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     return numbers
-
-
-@triton.jit
-def _small_floats(bits):
-    """Return the numbers that 8-bit floats with 3 bits of mantissa stand for."""
-    wide = bits.to(tl.uint16)
-    numbers = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
-    # The exponent's bias is 8 less than that of a 16-bit float, which therefore reads a 256th from these bits.
-    return tl.where((wide & 127) == 127, float("nan"), numbers * 256.0)
 
 
 @triton.jit

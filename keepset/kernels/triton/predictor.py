@@ -51,7 +51,7 @@ def _launch(  # type: ignore[no-untyped-def]
     block = rows_of(inputs_block, torch.float32)
     _entry_codes[(rows * heads, triton.cdiv(entries, block))](
         keys, values, addresses, subpages, layer_scales(formats, values=False), layer_scales(formats, values=True),
-        None if mixing is None else mixing.unmix.contiguous(),
+        None if mixing is None else mixing.matrix.contiguous(),
         positions, new, known, codes, *(part.contiguous() for part in networks),
         *strides, *pool, *positions.stride(), *new.stride(), entries, rows // layers,
         0 if subpages is None else subpages.shape[2],
