@@ -65,10 +65,10 @@ class PageFormat:
         numbers, behind = stored[..., : self.head_dim], stored[..., self.head_dim :]
         return numbers.view(self.numbers).float(), behind.view(torch.float32)[..., 0] if self.has_row_scales else None
 
-    def encode_keys(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
+    def encode(
+        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "*#n"] | None = None
     ) -> Shaped[Tensor, "n row"]:
-        """Return keys in their stored form, as bytes.
+        """Return keys or values in their stored form, as bytes.
 
             scale = max(max(|row|) / largest, 1e-6)     stored = round(row / scale)
 
@@ -76,10 +76,9 @@ class PageFormat:
         If rows have their own scales, a row with NaN or infinity gets the scale NaN and is all NaN when it is read.
 
         Args:
-            numbers: the keys.
-            scale: the scale of the layer of each; None for `key_scale`, or if rows have their own.
+            numbers: the keys or values.
+            scale: the scale of the layer, or of the layer of each; None if rows have their own.
         """
-        scale = _of_all_rows(self.key_scale) if scale is None else scale
         whole = numbers.float() if self.mixing is None else self.mixing.mixed(numbers).float()
         rows = torch.empty(len(whole), self.row_bytes, dtype=torch.uint8, device=whole.device)
         largest = largest_number(self.numbers)
@@ -89,7 +88,7 @@ class PageFormat:
             rows[:, self.head_dim :].view(torch.float32)[:, 0] = scale
             steps = whole * (1 / scale)[:, None]
         else:
-            steps = whole / scale[:, None]
+            steps = whole / scale[..., None]
         if self.numbers == torch.int8:
             steps = (steps + torch.full_like(steps, 0.5).copysign(steps)).nan_to_num_(0.0)
         rows[:, : self.head_dim] = steps.clamp_(-largest, largest).to(self.numbers).view(torch.uint8)
@@ -99,40 +98,29 @@ class PageFormat:
         """Return rows of the given integers and scales, unchanged, as bytes."""
         return torch.cat([numbers.view(torch.uint8), scale.float()[:, None].view(torch.uint8)], -1)
 
-    def encode_values(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
-    ) -> Shaped[Tensor, "n row"]:
-        """Return values in their stored form, as bytes; see `encode_keys`."""
-        return self.encode_keys(numbers, _of_all_rows(self.value_scale) if scale is None else scale)
-
     def encode_entries(
         self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
     ) -> tuple[Shaped[Tensor, "*n row"], Shaped[Tensor, "*n row"]]:
         """Return the rows of keys and values of a layer, as bytes."""
-        places = keys.shape[:-1]
-        rows = self.encode_keys(keys.reshape(-1, self.head_dim)), self.encode_values(values.reshape(-1, self.head_dim))
+        places, keys, values = keys.shape[:-1], keys.reshape(-1, self.head_dim), values.reshape(-1, self.head_dim)
+        rows = self.encode(keys, self.key_scale), self.encode(values, self.value_scale)
         return rows[0].view(*places, -1), rows[1].view(*places, -1)
 
-    def decode_keys(
+    def decode_entries(
+        self, keys: Shaped[Tensor, "*places row"], values: Shaped[Tensor, "*places row"]
+    ) -> tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places head_dim"]]:
+        """Return the keys and values that rows of a layer stand for."""
+        return self.decode(keys, self.key_scale), self.decode(values, self.value_scale)
+
+    def decode(
         self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
     ) -> Float[Tensor, "*places head_dim"]:
-        """Return keys in `dtype`. They are read in blocks, so that few are held in float32.
+        """Return keys or values in `dtype`. They are read in blocks, so that few are held in float32.
 
         Args:
             rows: the stored rows; the bytes of each are contiguous.
-            scale: the scale of the layer of each; None for `key_scale`.
+            scale: the scale of the layer, or of the layer of each; None if rows have their own.
         """
-        return self._decoded(rows, self.key_scale if scale is None else scale)
-
-    def decode_values(
-        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
-    ) -> Float[Tensor, "*places head_dim"]:
-        """Return values in `dtype`; see `decode_keys`."""
-        return self._decoded(rows, self.value_scale if scale is None else scale)
-
-    def _decoded(
-        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None
-    ) -> Float[Tensor, "*places head_dim"]:
         places = rows.shape[:-1]
         flat = rows.reshape(-1, rows.shape[-1])
         layer_scale = None if scale is None else scale.expand(places).reshape(-1)
@@ -147,11 +135,6 @@ class PageFormat:
                     torch.mul(numbers, factor[:, None], out=numbers)
             decoded[some] = numbers if self.mixing is None else self.mixing.unmixed(numbers)
         return decoded.view(*places, self.head_dim)
-
-
-def _of_all_rows(scale: Float[Tensor, ""] | None) -> Float[Tensor, " 1"] | None:
-    """Return a layer's scale in a shape that broadcasts over rows."""
-    return None if scale is None else scale[None]
 
 
 def largest_number(kind: torch.dtype) -> float:
@@ -170,8 +153,8 @@ def encode_layers(
         layers: the layer of each, as an index of `formats`.
         values: whether these are values.
     """
-    scales, encode = layer_scales(formats, values), formats[0].encode_values if values else formats[0].encode_keys
-    return encode(numbers, None if scales is None else scales[layers])
+    scales = layer_scales(formats, values)
+    return formats[0].encode(numbers, None if scales is None else scales[layers])
 
 
 def decode_layers(
@@ -184,8 +167,9 @@ def decode_layers(
         rows: stored keys or values, layer after layer.
         values: whether these are values.
     """
-    scales, decode = layer_scales(formats, values), formats[0].decode_values if values else formats[0].decode_keys
-    return decode(rows, None if scales is None else scales.repeat_interleave(len(rows) // len(scales))[:, None, None])
+    if (scales := layer_scales(formats, values)) is not None:
+        scales = scales.repeat_interleave(len(rows) // len(scales))[:, None, None]
+    return formats[0].decode(rows, scales)
 
 
 def layer_scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:

@@ -126,7 +126,7 @@ def paged_attention(
         if value_dim is not None:
             return rows, rows[..., :value_dim]
         keys, values = rows.chunk(2, -1)
-        return (keys, values) if format is None else (format.decode_keys(keys), format.decode_values(values))
+        return (keys, values) if format is None else format.decode_entries(keys, values)
 
     attend_pages(queries, read, caches[0].shape[2], tokens, layout, group, softmax, output, bias)
 

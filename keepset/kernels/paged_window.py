@@ -59,7 +59,10 @@ def add_received_in_pages(
 
     def read(place: int, table: Tensor) -> Tensor:
         rows = read_keys(caches, place, table)
-        return formats[place - places.start].decode_keys(rows) if formats else rows
+        if not formats:
+            return rows
+        format = formats[place - places.start]
+        return format.decode(rows, format.key_scale)
 
     group = PageGroup(places, len(caches), len(first))
     add_received_by([partial(read, place) for place in places], first.shape[2], group, queries, entries, received)

@@ -88,7 +88,7 @@ def decoded_keys(pages: Pages, subpages: Int[Tensor, "*rows pages"]) -> Float[Te
         subpages: numbers of whole sub-pages.
     """
     keys, format = pages.read_keys(subpages), pages.format
-    return keys if format is None else format.decode_keys(keys)
+    return keys if format is None else format.decode(keys, format.key_scale)
 
 
 def decoded_entries(
@@ -101,9 +101,7 @@ def decoded_entries(
         subpages: numbers of whole sub-pages.
     """
     (keys, values), format = pages.read(subpages), pages.format
-    if format is None:
-        return keys, values
-    return format.decode_keys(keys), format.decode_values(values)
+    return (keys, values) if format is None else format.decode_entries(keys, values)
 
 
 def add_received(

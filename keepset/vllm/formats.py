@@ -64,7 +64,7 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
     write_rows(kind, new[0], new[1], cache, slots)
     rows = cache[slots // size, :, slots % size].chunk(2, -1)
     for part, right in zip(rows, numbers, strict=True):
-        off = format.decode_keys(part).float() - right.float()
+        off = format.decode(part).float() - right.float()
         if not bool((off.abs() <= right.float().abs().amax(-1, keepdim=True) / _STEPS).all()):
             raise UnsupportedEngineError(
                 f"keepset does not know the layout of this vLLM's KV cache of kind {kind}: use a supported version, "

@@ -32,7 +32,7 @@ def test_rows_are_read_as_the_numbers_that_they_stand_for(
     keys, values = rows.chunk(2, -1)
     how = format_of(kind, dim, dtype, None if scale is None else (scale, 7.0))
     for part, factor in ((keys, scale), (values, None if scale is None else 7.0)):
-        read = how.decode_keys(part, None if factor is None else torch.tensor(factor))
+        read = how.decode(part, None if factor is None else torch.tensor(factor))
         right = meant(part, kind, dim, factor)
         assert read.dtype == dtype and part.shape[-1] == how.row_bytes
         if kind == "int8":
@@ -48,7 +48,7 @@ def test_numbers_are_stored_as_the_nearest(kind: str, scale: float | None) -> No
     numbers = torch.randn(40, 8, generator=seeded(1)) * torch.logspace(-9, 4, 40)[:, None]
     numbers[3], numbers[4, 0] = 0.0, -0.0
     how = format_of(kind, 8, torch.float32, None if scale is None else (scale, scale))
-    rows = how.encode_keys(numbers, None if scale is None else torch.tensor([scale]))
+    rows = how.encode(numbers, None if scale is None else torch.tensor([scale]))
     assert rows.dtype == torch.uint8 and rows.shape == (40, how.row_bytes)
     candidates = torch.tensor([number_of(byte, kind) for byte in range(256)]).double()
     candidates = candidates[candidates.isfinite()]
@@ -67,7 +67,7 @@ def test_numbers_are_stored_as_the_nearest(kind: str, scale: float | None) -> No
 def test_halves_are_rounded_as_vllm_does() -> None:
     """Away from zero in whole numbers."""
     numbers = torch.tensor([[127.0, 0.5, -0.5, 1.5, -1.5, 2.5, -2.5, 0.49]])
-    rows = replace(format_of("int8", 8, torch.float32), mixing=None).encode_keys(numbers)
+    rows = replace(format_of("int8", 8, torch.float32), mixing=None).encode(numbers)
     assert rows[:, :8].view(torch.int8).tolist() == [[127, 1, -1, 2, -2, 3, -3, 0]]
 
 
@@ -76,8 +76,8 @@ def test_halves_are_rounded_as_vllm_does() -> None:
 def test_what_is_no_number_spoils_its_own_row_only(kind: str, strange: float) -> None:
     how, numbers = format_of(kind, 8, torch.float32), torch.ones(3, 8)
     numbers[1, 2] = strange
-    read = how.decode_keys(how.encode_keys(numbers))
-    right = how.decode_keys(how.encode_keys(torch.ones(3, 8))) if kind == "int8" else torch.ones(3, 8)
+    read = how.decode(how.encode(numbers))
+    right = how.decode(how.encode(torch.ones(3, 8))) if kind == "int8" else torch.ones(3, 8)
     assert read[1].isnan().all() and torch.equal(read[[0, 2]], right[[0, 2]])
 
 
@@ -87,12 +87,10 @@ def test_whole_numbers_and_scales_are_joined_bit_for_bit(dtype: torch.dtype) -> 
     numbers = torch.randint(-127, 128, (5, 8), generator=seeded(3)).to(torch.int8)
     rows = how.join(numbers, scale)
     assert torch.equal(rows[:, :8].view(torch.int8), numbers)
-    assert torch.equal(replace(how, mixing=None).decode_keys(rows), numbers.float() * scale.float()[:, None])
+    assert torch.equal(replace(how, mixing=None).decode(rows), numbers.float() * scale.float()[:, None])
 
 
 def test_no_rows() -> None:
     how = format_of("int8", 4, torch.float32)
-    assert how.encode_keys(torch.zeros(0, 4)).shape == (0, 8) and how.decode_keys(
-        torch.zeros(2, 0, 8).byte()
-    ).shape == (2, 0, 4)
+    assert how.encode(torch.zeros(0, 4)).shape == (0, 8) and how.decode(torch.zeros(2, 0, 8).byte()).shape == (2, 0, 4)
     assert dispatch.CACHE_BLOCK == page_format.CACHE_BLOCK

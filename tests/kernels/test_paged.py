@@ -273,7 +273,7 @@ def assert_same_rows(rows: Tensor, others: Tensor, how: PageFormat) -> None:
     """All bits are the same, but where what is read is NaN."""
     for part, other in zip(rows.chunk(2, -1), others.chunk(2, -1), strict=True):
         scale = how.key_scale
-        read, right = how.decode_keys(part, scale), how.decode_keys(other, scale)
+        read, right = how.decode(part, scale), how.decode(other, scale)
         assert torch.equal(read.isnan(), right.isnan())
         number = ~right.isnan().any(-1)
         assert number.any() and torch.equal(part[number], other[number])

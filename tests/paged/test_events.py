@@ -213,7 +213,7 @@ def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
     assert changed.any() and torch.equal(values[~changed], fitted[~changed])
     for layer, how in enumerate(formats):
         scale = None if how.value_scale is None else how.value_scale.expand(int(changed[layer].sum()))
-        rounded = how.decode_keys(how.encode_keys(fitted[layer][changed[layer]], scale), scale)
+        rounded = how.decode(how.encode(fitted[layer][changed[layer]], scale), scale)
         found = values[layer][changed[layer]]
         # Mixed rows are read in float32, and here in float64: of what is fitted to them the fifth digit differs, and
         # decides between two steps that are as near.

@@ -72,7 +72,7 @@ def load_scales(row, mask, HEAD_DIM: tl.constexpr):
 def store_rows(
     row, rows, layer_scale, exists, dims, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr
 ):
-    """Write keys or values as `keepset.kernels.page_format.PageFormat.encode_keys` does; unquantised ones unchanged.
+    """Write keys or values as `keepset.kernels.page_format.PageFormat.encode` does; unquantised ones unchanged.
 
     Args:
         row: pointer to each row.
