@@ -109,18 +109,6 @@ RATIOS = [
         for pool, requests in (("short pool", "short pool, 12 requests"), ("ample pool", "ample pool"))
     ),
     Ratio("decode step, adakv / uniform", "decode_step", "decoding: adakv", "decoding: uniform", 1.05, at_most=True),
-    *(
-        Ratio(
-            f"{what} over ragged pages, 8 bits / {dtype}",
-            figure,
-            f"decoding, half kept, {dtype}: in 8 bits",
-            f"decoding, half kept, {dtype}: adakv",
-            1.1,
-            at_most=True,
-        )
-        for dtype in ("float32", "bfloat16")
-        for what, figure in (("decode step", "decode_step"), ("processor time of a step", "decode_processor"))
-    ),
 ]
 
 

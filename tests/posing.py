@@ -46,7 +46,7 @@ LAUNCHED = {
     predictor: ("_entry_codes",),
     page_entries: ("_read_pages", "_move_entries"),
     paged_window: ("_paged_lse", "_add_in_pages"),
-    paged: ("_attend_pages", "_append_to_pages", "_copy_to_pages", "_follow", "_merge_parts", "_shift"),
+    paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts", "_shift"),
 }
 """The kernels that are launched, by the modules that launch them."""
 _ATTENTION = {"_attend_part", "_attend_four_bits", "_merge_parts"}

@@ -52,7 +52,6 @@ def serve(
         without_secrets,
     )
     from keepset.serving.start_checks import (
-        bits_hint,
         block_size_hint,
         check_installed,
         check_model,
@@ -77,7 +76,7 @@ def serve(
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_port(options)
     of_files = None if precision is None else f"The server computes in {precision}, as its contexts were built."
-    hints = bits_hint(parsed), block_size_hint(parsed, options), limit_cpu_pool(options), compile_hint(line)
+    hints = block_size_hint(parsed, options), limit_cpu_pool(options), compile_hint(line)
     if why is not None:
         note(why)
     if parsed is not None:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int8, Shaped, UInt8
 from torch import Tensor
 
 from keepset.kernels.dispatch import upload
-from keepset.kernels.mixing import Mixing, mixing_of_stores
+from keepset.kernels.mixing import Mixing, mixing_of
 
 
 class EntryFormat(ABC):
@@ -166,4 +166,4 @@ _TWICE = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
 
 def _mixing(rows: Float[Tensor, "*places dim"]) -> Mixing:
     """Return the mixing of such rows, in float32 or wider."""
-    return mixing_of_stores(rows.shape[-1], rows.device, torch.promote_types(rows.dtype, torch.float32))
+    return mixing_of(rows.shape[-1], rows.device, torch.promote_types(rows.dtype, torch.float32))

@@ -15,17 +15,15 @@ from keepset.kernels.dispatch import launched_on, upload, uses_triton
 
 
 class Mixing(NamedTuple):
-    """An orthogonal matrix, up to a factor, by which rows are mixed before they are rounded.
+    """An orthogonal matrix by which rows are mixed before they are rounded.
 
     Products of keys with queries stay as they are if both are mixed.
 
     Attributes:
-        mix: a key or value `x` is stored as `x @ mix`.
-        unmix: the inverse of `mix`, its transpose up to a factor.
+        matrix: a key or value `x` is stored as `matrix @ x`.
     """
 
-    mix: Float[Tensor, "head_dim head_dim"]
-    unmix: Float[Tensor, "head_dim head_dim"]
+    matrix: Float[Tensor, "head_dim head_dim"]
 
     def mixed(self, rows: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
         """Return mixed keys or values, ready to be rounded, in their own dtype.
@@ -33,11 +31,11 @@ class Mixing(NamedTuple):
         On a CPU sums are float64, so that a row's result does not depend on the other rows of the product. A difference
         in the last bit could make an engine and transformers round to different numbers.
         """
-        return _times(rows, self.mix if uses_triton(rows.device) else _in_float64(self.mix))
+        return _times(rows, (self.matrix if uses_triton(rows.device) else _in_float64(self.matrix)).T)
 
     def mixed_queries(self, queries: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
         """Return queries whose products with mixed keys equal those with the keys, in their own dtype."""
-        return _times(queries, self.unmix.T)
+        return _times(queries, self.matrix.T)
 
     def unmixed(
         self, rows: Float[Tensor, "*places head_dim"], output: Float[Tensor, "*places head_dim"] | None = None
@@ -48,7 +46,7 @@ class Mixing(NamedTuple):
             rows: mixed rows.
             output: where the result goes, contiguous and apart from the rows; None for a new tensor.
         """
-        return _times(rows, self.unmix, output)
+        return _times(rows, self.matrix, output)
 
 
 @lru_cache(maxsize=16)
@@ -76,8 +74,8 @@ def _times(
 
 
 @cache
-def mixing_of_stores(size: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Mixing:
-    """Return the mixing of rows of `size` numbers under transformers, and wherever bits must be the same.
+def mixing_of(size: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Mixing:
+    """Return the mixing of rows of `size` numbers, which is the same in both runtimes.
 
     Args:
         size: numbers of a row.
@@ -85,8 +83,7 @@ def mixing_of_stores(size: int, device: torch.device | str, dtype: torch.dtype =
         dtype: the dtype in which rows are mixed.
     """
     with torch.inference_mode(False):
-        matrix = upload(mixing(size).to(dtype), torch.device(device))
-        return Mixing(matrix.T, matrix)
+        return Mixing(upload(mixing(size).to(dtype), torch.device(device)))
 
 
 def mixing(size: int) -> Float[Tensor, "size size"]:

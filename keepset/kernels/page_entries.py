@@ -6,35 +6,18 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
-from jaxtyping import Int, Shaped, UInt8
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, upload, uses_triton
-from keepset.kernels.entry_parts import TOKENS, EntryParts, LayerPages, pages_of
-from keepset.kernels.paged_arguments import Addresses
-
-LayerCaches = Sequence[LayerPages] | Sequence[EntryParts]
-"""The caches of layers of one shape that share block tables: rows, or views of the bytes of entries."""
+from keepset.kernels.paged_arguments import Addresses, LayerPages
 
 
 def read_keys(
-    caches: LayerCaches, place: int, subpages: Int[Tensor, "*rows pages"]
+    caches: Sequence[LayerPages], place: int, subpages: Int[Tensor, "*rows pages"]
 ) -> Shaped[Tensor, "*rows entries row"]:
     """Return the stored keys of whole sub-pages; see `read_pages`."""
-    if parts := _parts(caches):
-        return _read_parts(parts, place, subpages, 0)
-    pages = [pages_of(cache) for cache in caches]
-    return read_pages([cache[..., : cache.shape[3] // 2] for cache in pages], place, subpages)
-
-
-def read_entries(
-    caches: LayerCaches, place: int, subpages: Int[Tensor, "*rows pages"]
-) -> tuple[Shaped[Tensor, "*rows entries key_row"], Shaped[Tensor, "*rows entries value_row"]]:
-    """Return the stored keys and values of whole sub-pages; see `read_pages`."""
-    if parts := _parts(caches):
-        return _read_parts(parts, place, subpages, 0), _read_parts(parts, place, subpages, 1)
-    keys, values = read_pages([pages_of(cache) for cache in caches], place, subpages).chunk(2, -1)
-    return keys, values
+    return read_pages([cache[..., : cache.shape[3] // 2] for cache in caches], place, subpages)
 
 
 def read_pages(
@@ -116,45 +99,6 @@ def write_entries(
             page_entries.move(first, addresses_of(caches), keys, values, slots, into_pages=True)
 
 
-def write_parts(
-    parts: Sequence[EntryParts],
-    keys: UInt8[Tensor, "n key_row"],
-    values: UInt8[Tensor, "n value_row"],
-    slots: Int[Tensor, " n"],
-) -> None:
-    """Write entry `i` to `slots[i]`, byte by byte.
-
-    Args:
-        parts: views of the bytes of entries, for caches of layers of one shape.
-        keys, values, slots: as in `write_entries`.
-    """
-    shape = parts[0].numbers.shape
-    for layer, own, (block, head, offset) in places_of(shape, slots):
-        for rows, side in zip((keys, values), parts[layer], strict=True):
-            widths = [part.shape[4:].numel() for part in side]
-            for part, bytes_of_part in zip(side, rows[own].split(widths, -1), strict=True):
-                part[block, head, offset // TOKENS, offset % TOKENS] = bytes_of_part.unflatten(-1, part.shape[4:])
-
-
-def _parts(caches: LayerCaches) -> list[EntryParts]:
-    """Return the caches if they are views of bytes, else an empty list."""
-    return [cache for cache in caches if isinstance(cache, EntryParts)]
-
-
-def _read_parts(
-    parts: Sequence[EntryParts], place: int, subpages: Int[Tensor, "*rows pages"], side: int
-) -> UInt8[Tensor, "*rows entries row"]:
-    """Return the keys of whole sub-pages (side 0), or their values (side 1)."""
-    blocks, kv_heads, size, _ = parts[0].numbers.shape
-    width = sum(view.shape[4:].numel() for view in parts[0][side])
-    (*rows, pages), flat, read = subpages.shape, subpages.flatten().long(), []
-    for layer, own in by_layer(flat // (blocks * kv_heads)):
-        block, head = flat[own] // kv_heads % blocks, flat[own] % kv_heads
-        views = parts[(place + layer) % len(parts)][side]
-        read.append((own, torch.cat([view[block, head].flatten(3) for view in views], -1)))
-    return joined(read, len(flat)).reshape(*rows, pages * size, width)
-
-
 def by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
     """Return each layer among `layers`, with the indices of its items."""
     some = layers.unique().tolist()
@@ -189,11 +133,9 @@ def joined(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tenso
     return whole
 
 
-def addresses_of(caches: LayerCaches) -> Addresses:
+def addresses_of(caches: Sequence[LayerPages]) -> Addresses:
     """Return the device addresses at which the caches begin."""
-    # Every layer of every step calls this, so no views are made.
-    first = [cache.keys[0] if isinstance(cache, EntryParts) else cache for cache in caches]
-    return _table(tuple(cache.data_ptr() for cache in first), first[0].device)
+    return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
 
 
 @lru_cache(maxsize=256)

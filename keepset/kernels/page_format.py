@@ -1,9 +1,8 @@
-"""Formats of an engine's quantised cache: `RowFormat`, and `PageFormat`, which covers most of them."""
+"""`PageFormat`: how keys and values are read from an engine's quantised cache, and written to it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,135 +16,22 @@ SCALE_BYTES = 4
 """Bytes of a scale, which is a float32."""
 LEAST_SCALE = 1e-6
 """The least scale that is written, so that a row of zeros is not divided by zero."""
-FOUR_BITS = torch.uint8
-"""The dtype of stored bytes that hold two 4-bit numbers each, the first in the lower half."""
-LEVELS = 15
-"""The largest 4-bit number."""
-_ZERO = 15
-"""The lowest bits of a 4-bit row's scale, which hold the number that stands for zero."""
-
-
-Parts = tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places"] | None]
-"""The numbers of rows in float32, and each row's factor; None if rows have no factor of their own."""
-
-
-class RowFormat(ABC):
-    """A format in which the rows of a quantised cache are read and written. A row is one stored key or value.
-
-    Attributes:
-        head_dim: numbers of a key, and of a value.
-        dtype: the dtype in which keys and values are read.
-        key_scale, value_scale: factors of all keys and of all values of a layer; None if there are none. They are read
-            whenever rows are read or written.
-    """
-
-    head_dim: int
-    dtype: torch.dtype
-    key_scale: Float[Tensor, ""] | None
-    value_scale: Float[Tensor, ""] | None
-
-    @property
-    def key_mixing(self) -> Mixing | None:
-        """The mixing of keys before they are rounded; None if they are not mixed."""
-        return None
-
-    @property
-    def value_mixing(self) -> Mixing | None:
-        """The mixing of values before they are rounded; None if they are not mixed."""
-        return None
-
-    @abstractmethod
-    def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return keys without the layer's scale; mixed keys stay mixed.
-
-        Args:
-            rows: the stored rows; the bytes of each are contiguous.
-        """
-
-    def value_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return values without the layer's scale; mixed values stay mixed. By default they are stored as keys are."""
-        return self.key_parts(rows)
-
-    @abstractmethod
-    def encode_keys(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
-    ) -> Shaped[Tensor, "n row"]:
-        """Return keys in their stored form, as bytes.
-
-        Args:
-            numbers: the keys.
-            scale: the scale of the layer of each; None for `key_scale`.
-        """
-
-    @abstractmethod
-    def encode_values(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
-    ) -> Shaped[Tensor, "n row"]:
-        """Return values in their stored form, as bytes; see `encode_keys`."""
-
-    def decode_keys(
-        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
-    ) -> Float[Tensor, "*places head_dim"]:
-        """Return keys in `dtype`. They are read in blocks, so that few are held in float32.
-
-        Args:
-            rows: the stored rows; the bytes of each are contiguous.
-            scale: the scale of the layer of each; None for `key_scale`.
-        """
-        return self._decoded(rows, self.key_parts, self.key_mixing, self.key_scale if scale is None else scale)
-
-    def decode_values(
-        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
-    ) -> Float[Tensor, "*places head_dim"]:
-        """Return values in `dtype`; see `decode_keys`."""
-        return self._decoded(rows, self.value_parts, self.value_mixing, self.value_scale if scale is None else scale)
-
-    def encode_entries(
-        self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
-    ) -> tuple[Shaped[Tensor, "*n key_row"], Shaped[Tensor, "*n value_row"]]:
-        """Return the rows of keys and values of a layer, as bytes."""
-        places = keys.shape[:-1]
-        rows = self.encode_keys(keys.reshape(-1, self.head_dim)), self.encode_values(values.reshape(-1, self.head_dim))
-        return rows[0].view(*places, -1), rows[1].view(*places, -1)
-
-    def _decoded(
-        self,
-        rows: Shaped[Tensor, "*places row"],
-        parts: Callable[[Tensor], Parts],
-        mixing: Mixing | None,
-        scale: Float[Tensor, "*#places"] | None,
-    ) -> Float[Tensor, "*places head_dim"]:
-        places = rows.shape[:-1]
-        flat = rows.reshape(-1, rows.shape[-1])
-        layer_scale = None if scale is None else scale.expand(places).reshape(-1)
-        decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
-        # In blocks whose numbers fit a core's cache in float32.
-        at_once = max(1, block_size(rows.device, CACHE_BLOCK) // self.head_dim)
-        for first in range(0, len(flat), at_once):
-            some = slice(first, first + at_once)
-            numbers, own = parts(flat[some])
-            for factor in (own, None if layer_scale is None else layer_scale[some]):
-                if factor is not None:
-                    torch.mul(numbers, factor[:, None], out=numbers)
-            decoded[some] = numbers if mixing is None else mixing.unmixed(numbers)
-        return decoded.view(*places, self.head_dim)
 
 
 @dataclass(frozen=True, eq=False)
-class PageFormat(RowFormat):
-    """A format of a quantised cache that stores keys and values in the same way.
+class PageFormat:
+    """The format of a quantised cache, which stores keys and values in the same way.
 
     A row is the numbers of one key or value, then its scale, unless the layer has one scale for all keys and one for
-    all values. A row stands for `numbers * scale`, or in 4 bits for `(numbers - zero) * scale`, where the lowest bits
-    of the scale are the row's `zero`. A mixed row stands for the product of this with `mixing.unmix`.
+    all values. A row stands for `numbers * scale`. A mixed row stands for the product of this with `mixing.matrix`.
 
     Attributes:
-        numbers: the dtype of the stored numbers: int8, an 8-bit float, or `FOUR_BITS`.
+        numbers: the dtype of the stored numbers: int8, or an 8-bit float.
         head_dim: numbers of a key.
         dtype: the dtype in which keys and values are read.
         key_scale, value_scale: the layer's scales; None if each row has its own. They are read whenever rows are read
             or written.
-        mixing: the mixing of rows; 4-bit rows are always mixed; None if rows are not mixed.
+        mixing: the mixing of rows; None if rows are not mixed.
     """
 
     numbers: torch.dtype
@@ -156,60 +42,44 @@ class PageFormat(RowFormat):
     mixing: Mixing | None = None
 
     @property
-    def key_mixing(self) -> Mixing | None:
-        return self.mixing
-
-    @property
-    def value_mixing(self) -> Mixing | None:
-        return self.mixing
-
-    @property
     def has_row_scales(self) -> bool:
         """Whether each row has a scale of its own."""
         return self.key_scale is None
 
     @property
-    def number_bytes(self) -> int:
-        """Bytes of a row's numbers."""
-        return self.head_dim // 2 if self.numbers == FOUR_BITS else self.head_dim
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self.number_bytes + (SCALE_BYTES if self.has_row_scales else 0)
+        return self.head_dim + (SCALE_BYTES if self.has_row_scales else 0)
 
-    def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return the stored numbers of rows, 4-bit ones less their row's zero, and the rows' own scales."""
+    def parts(
+        self, rows: Shaped[Tensor, "*places row"]
+    ) -> tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places"] | None]:
+        """Return the numbers of keys or values in float32, and each row's own scale if rows have one.
+
+        Mixed rows stay mixed, and the layer's scale is left out.
+
+        Args:
+            rows: the stored rows; the bytes of each are contiguous.
+        """
         stored = rows.view(torch.uint8)
-        numbers, behind = stored[..., : self.number_bytes], stored[..., self.number_bytes :]
-        if self.numbers == FOUR_BITS:
-            bits = behind.view(torch.int32)
-            halves = torch.stack([numbers & LEVELS, numbers >> 4], -1).flatten(-2)
-            return halves.float().sub_(bits & _ZERO), (bits & ~_ZERO).view(torch.float32)[..., 0]
+        numbers, behind = stored[..., : self.head_dim], stored[..., self.head_dim :]
         return numbers.view(self.numbers).float(), behind.view(torch.float32)[..., 0] if self.has_row_scales else None
 
-    def encode_keys(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
+    def encode(
+        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "*#n"] | None = None
     ) -> Shaped[Tensor, "n row"]:
-        """Return keys in their stored form, as bytes.
+        """Return keys or values in their stored form, as bytes.
 
             scale = max(max(|row|) / largest, 1e-6)     stored = round(row / scale)
 
         If the format mixes rows, they are mixed first. Integers are rounded half away from zero, 8-bit floats to even.
-        If rows have their own scales, a row with NaN or infinity gets the scale NaN and is all NaN when it is read. In
-        4 bits:
-
-            scale = max((max(row) - min(row)) / 15, 1e-6)     zero = round(-min(row) / scale)
-            stored = round(row / scale + zero); both `zero` and `stored` are limited to 0 to 15
+        If rows have their own scales, a row with NaN or infinity gets the scale NaN and is all NaN when it is read.
 
         Args:
-            numbers: the keys.
-            scale: the scale of the layer of each; None for `key_scale`, or if rows have their own.
+            numbers: the keys or values.
+            scale: the scale of the layer, or of the layer of each; None if rows have their own.
         """
-        scale = _of_all_rows(self.key_scale) if scale is None else scale
         whole = numbers.float() if self.mixing is None else self.mixing.mixed(numbers).float()
-        if self.numbers == FOUR_BITS:
-            return self._encode_halves(whole)
         rows = torch.empty(len(whole), self.row_bytes, dtype=torch.uint8, device=whole.device)
         largest = largest_number(self.numbers)
         if scale is None:
@@ -218,39 +88,53 @@ class PageFormat(RowFormat):
             rows[:, self.head_dim :].view(torch.float32)[:, 0] = scale
             steps = whole * (1 / scale)[:, None]
         else:
-            steps = whole / scale[:, None]
+            steps = whole / scale[..., None]
         if self.numbers == torch.int8:
             steps = (steps + torch.full_like(steps, 0.5).copysign(steps)).nan_to_num_(0.0)
         rows[:, : self.head_dim] = steps.clamp_(-largest, largest).to(self.numbers).view(torch.uint8)
-        return rows
-
-    def _encode_halves(self, mixed: Float[Tensor, "n head_dim"]) -> Shaped[Tensor, "n row"]:
-        """Return mixed rows in 4 bits."""
-        rows = torch.empty(len(mixed), self.row_bytes, dtype=torch.uint8, device=mixed.device)
-        least, largest = mixed.amin(-1), mixed.amax(-1)
-        scale = ((largest - least) / LEVELS).clamp(min=LEAST_SCALE)
-        # Negative numbers, which this rounds the wrong way, become 0 anyway.
-        zero = (-least / scale + 0.5).nan_to_num_(0.0).clamp_(0, LEVELS).int()
-        steps = mixed * (1 / scale)[:, None] + zero[:, None]
-        halves = steps.add_(0.5).nan_to_num_(0.0).clamp_(0, LEVELS).to(torch.uint8)
-        rows[:, : self.number_bytes] = halves[:, 0::2] | halves[:, 1::2] << 4
-        scale = scale.where((least - least == 0) & (largest - largest == 0), float("nan"))
-        rows[:, self.number_bytes :].view(torch.int32)[:, 0] = (scale.view(torch.int32) & ~_ZERO) | zero
         return rows
 
     def join(self, numbers: Int8[Tensor, "n head_dim"], scale: Float[Tensor, " n"]) -> Shaped[Tensor, "n row"]:
         """Return rows of the given integers and scales, unchanged, as bytes."""
         return torch.cat([numbers.view(torch.uint8), scale.float()[:, None].view(torch.uint8)], -1)
 
-    def encode_values(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
-    ) -> Shaped[Tensor, "n row"]:
-        return self.encode_keys(numbers, _of_all_rows(self.value_scale) if scale is None else scale)
+    def encode_entries(
+        self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
+    ) -> tuple[Shaped[Tensor, "*n row"], Shaped[Tensor, "*n row"]]:
+        """Return the rows of keys and values of a layer, as bytes."""
+        places, keys, values = keys.shape[:-1], keys.reshape(-1, self.head_dim), values.reshape(-1, self.head_dim)
+        rows = self.encode(keys, self.key_scale), self.encode(values, self.value_scale)
+        return rows[0].view(*places, -1), rows[1].view(*places, -1)
 
+    def decode_entries(
+        self, keys: Shaped[Tensor, "*places row"], values: Shaped[Tensor, "*places row"]
+    ) -> tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places head_dim"]]:
+        """Return the keys and values that rows of a layer stand for."""
+        return self.decode(keys, self.key_scale), self.decode(values, self.value_scale)
 
-def _of_all_rows(scale: Float[Tensor, ""] | None) -> Float[Tensor, " 1"] | None:
-    """Return a layer's scale in a shape that broadcasts over rows."""
-    return None if scale is None else scale[None]
+    def decode(
+        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
+    ) -> Float[Tensor, "*places head_dim"]:
+        """Return keys or values in `dtype`. They are read in blocks, so that few are held in float32.
+
+        Args:
+            rows: the stored rows; the bytes of each are contiguous.
+            scale: the scale of the layer, or of the layer of each; None if rows have their own.
+        """
+        places = rows.shape[:-1]
+        flat = rows.reshape(-1, rows.shape[-1])
+        layer_scale = None if scale is None else scale.expand(places).reshape(-1)
+        decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
+        # In blocks whose numbers fit a core's cache in float32.
+        at_once = max(1, block_size(rows.device, CACHE_BLOCK) // self.head_dim)
+        for first in range(0, len(flat), at_once):
+            some = slice(first, first + at_once)
+            numbers, own = self.parts(flat[some])
+            for factor in (own, None if layer_scale is None else layer_scale[some]):
+                if factor is not None:
+                    torch.mul(numbers, factor[:, None], out=numbers)
+            decoded[some] = numbers if self.mixing is None else self.mixing.unmixed(numbers)
+        return decoded.view(*places, self.head_dim)
 
 
 def largest_number(kind: torch.dtype) -> float:
@@ -259,7 +143,7 @@ def largest_number(kind: torch.dtype) -> float:
 
 
 def encode_layers(
-    formats: Sequence[RowFormat], numbers: Float[Tensor, "n head_dim"], layers: Int[Tensor, " n"], values: bool
+    formats: Sequence[PageFormat], numbers: Float[Tensor, "n head_dim"], layers: Int[Tensor, " n"], values: bool
 ) -> Shaped[Tensor, "n row"]:
     """Return keys or values of several layers in their stored form, as bytes.
 
@@ -269,12 +153,12 @@ def encode_layers(
         layers: the layer of each, as an index of `formats`.
         values: whether these are values.
     """
-    scales, encode = layer_scales(formats, values), formats[0].encode_values if values else formats[0].encode_keys
-    return encode(numbers, None if scales is None else scales[layers])
+    scales = layer_scales(formats, values)
+    return formats[0].encode(numbers, None if scales is None else scales[layers])
 
 
 def decode_layers(
-    formats: Sequence[RowFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
+    formats: Sequence[PageFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
 ) -> Float[Tensor, "layers_rows heads entries head_dim"]:
     """Return the keys or values that rows of several layers stand for; each layer has equally many rows.
 
@@ -283,11 +167,12 @@ def decode_layers(
         rows: stored keys or values, layer after layer.
         values: whether these are values.
     """
-    scales, decode = layer_scales(formats, values), formats[0].decode_values if values else formats[0].decode_keys
-    return decode(rows, None if scales is None else scales.repeat_interleave(len(rows) // len(scales))[:, None, None])
+    if (scales := layer_scales(formats, values)) is not None:
+        scales = scales.repeat_interleave(len(rows) // len(scales))[:, None, None]
+    return formats[0].decode(rows, scales)
 
 
-def layer_scales(formats: Sequence[RowFormat], values: bool) -> Float[Tensor, " layers"] | None:
+def layer_scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:
     """Return the scale of each layer's keys or values; None if layers have none."""
     scales = [each.value_scale if values else each.key_scale for each in formats]
     known = [scale for scale in scales if scale is not None]

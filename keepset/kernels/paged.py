@@ -7,7 +7,7 @@ A head's pages are computed from the engine's own block table and the counts at 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from keepset.kernels import page_layout
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.entry_parts import EntryParts, LayerPages, pages_of
-from keepset.kernels.page_entries import LayerCaches, addresses_of, read_entries, read_pages, write_parts
-from keepset.kernels.page_format import PageFormat, RowFormat
+from keepset.kernels.page_entries import addresses_of, read_pages
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup, PageLayout
-from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
+from keepset.kernels.paged_arguments import FiledLayouts, LayerPages, PagedTokens
 from keepset.kernels.softmax import Softmax, softmax_attention
 
 _QUERIES = 128
@@ -74,14 +73,14 @@ def follow_layouts(
 
 def paged_attention(
     queries: Float[Tensor, "tokens query_heads head_dim"],
-    caches: LayerCaches,
+    caches: Sequence[LayerPages],
     place: int,
     tokens: PagedTokens,
     layout: PageLayout,
     softmax: Softmax,
     output: Float[Tensor, "tokens query_heads value_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
-    format: RowFormat | None = None,
+    format: PageFormat | None = None,
     value_dim: int | None = None,
 ) -> None:
     """Compute the attention of some tokens; on a GPU in two launches for all heads of all requests.
@@ -91,7 +90,7 @@ def paged_attention(
     Args:
         queries: queries of the step, after rotation; the numbers of each are contiguous.
         caches: caches of the layers that share the block table, in which the tokens' entries (keys, then values) are
-            already written. All have the same strides; an entry's numbers are contiguous, or views give its bytes.
+            already written. All have the same strides; an entry's numbers are contiguous.
         place: index of the layer that attends.
         tokens: the tokens that attend; the output of others is not written.
         layout: the layout of this layer for each row.
@@ -108,29 +107,28 @@ def paged_attention(
 
         cache, addresses = caches[place], addresses_of(caches)
         with launched_on(queries.device):
-            if format is None or format.key_mixing is None:
+            if format is None or format.mixing is None:
                 paged.attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format, value_dim)
                 return
             some = slice(len(tokens.lengths)) if tokens.places is None else tokens.places
-            mixed = format.key_mixing.mixed_queries(queries[some])
+            mixed = format.mixing.mixed_queries(queries[some])
             # Only these tokens, in their order.
             attended, own = torch.empty_like(mixed), tokens
             if tokens.places is not None:
                 own = tokens._replace(places=torch.arange(len(mixed), device=mixed.device))
             paged.attend(mixed, cache, addresses, place, own, layout, softmax, attended, bias, format, value_dim)
-            output[some] = attended if format.value_mixing is None else format.value_mixing.unmixed(attended)
+            output[some] = format.mixing.unmixed(attended)
         return
-    pages = [pages_of(cache) for cache in caches]
-    group = PageGroup(range(place, place + 1), len(pages), len(pages[0]))
+    group = PageGroup(range(place, place + 1), len(caches), len(caches[0]))
 
     def read(table: Tensor) -> tuple[Tensor, Tensor]:
+        rows = read_pages(caches, place, table)
         if value_dim is not None:
-            rows = read_pages(pages, place, table)
             return rows, rows[..., :value_dim]
-        keys, values = read_entries(caches, place, table)
-        return (keys, values) if format is None else (format.decode_keys(keys), format.decode_values(values))
+        keys, values = rows.chunk(2, -1)
+        return (keys, values) if format is None else format.decode_entries(keys, values)
 
-    attend_pages(queries, read, pages[0].shape[2], tokens, layout, group, softmax, output, bias)
+    attend_pages(queries, read, caches[0].shape[2], tokens, layout, group, softmax, output, bias)
 
 
 def attend_pages(
@@ -208,43 +206,20 @@ def append_to_pages(
     kv_heads, size, _ = cache.shape[1:]
     if format is not None:
         keys, values = (rows.view(cache.dtype) for rows in format.encode_entries(keys, values))
-    for _, place, slots in _newest(tokens, layout, size):
+    for place, slots in _newest(tokens, layout, size):
         page = slots // size
         cache[page // kv_heads, page % kv_heads, slots % size] = torch.cat((keys[place], values[place]), -1)
 
 
-def append_stored(new: EntryParts, cache: EntryParts, tokens: PagedTokens, layout: PageLayout) -> None:
-    """Append the entries of some tokens, byte by byte, to their heads; on a GPU in one launch.
-
-    Args:
-        new: a cache like the layer's; entry `i` of each head in its first blocks belongs to the `i`-th of the tokens.
-        cache: the layer's cache; pages that requests share are not written to.
-        tokens, layout: as in `paged_attention`.
-    """
-    if uses_triton(cache.numbers.device):
-        from keepset.kernels.triton import paged  # loads Triton
-
-        with launched_on(cache.numbers.device):
-            paged.append_stored(new, cache, tokens, layout)
-        return
-    _, kv_heads, size, _ = cache.numbers.shape
-    head = torch.arange(kv_heads, device=cache.numbers.device)
-    for index, _, slots in _newest(tokens, layout, size):
-        keys, values = read_entries([new], 0, (index // size * kv_heads + head)[:, None])
-        write_parts([cache], keys[:, index % size], values[:, index % size], slots)
-
-
-def _newest(
-    tokens: PagedTokens, layout: PageLayout, block_size: int
-) -> Iterator[tuple[int, int, Int[Tensor, " kv_heads"]]]:
-    """Yield for each written token its number, its index in the step, and the slots of its entries."""
+def _newest(tokens: PagedTokens, layout: PageLayout, block_size: int) -> Iterator[tuple[int, Int[Tensor, " kv_heads"]]]:
+    """Yield for each written token its index in the step, and the slots of its entries."""
     for index, (place, row, length) in enumerate(_listed(tokens)):
         if not length or (tokens.slots is not None and tokens.slots[index] < 0):
             continue
         table, entries = _pages(tokens, layout, row, length, block_size)
         newest = entries - 1
         page = table.gather(1, (newest // block_size)[:, None])[:, 0]
-        yield index, place, page * block_size + newest % block_size
+        yield place, page * block_size + newest % block_size
 
 
 def _listed(tokens: PagedTokens) -> Iterator[tuple[int, int, int]]:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.softmax import GroupReduction, Softmax
+
+LayerPages = Shaped[Tensor, "blocks kv_heads block_size width"]
+"""The cache of one layer; only an entry's numbers must be contiguous. A sub-page is `block * kv_heads + head`."""
 
 
 class Addresses(NamedTuple):

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import PRODUCT_BLOCK
-from keepset.kernels.page_format import RowFormat
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.softmax import Softmax, normalised
 
 ReadRows = Callable[[Int[Tensor, "heads pages"]], tuple[Shaped[Tensor, "heads entries row"], ...]]
@@ -26,7 +26,7 @@ def attend_heads(
     block_size: int,
     softmax: Softmax,
     output: Float[Tensor, "heads group head_dim"],
-    format: RowFormat | None = None,
+    format: PageFormat | None = None,
     bias: Callable[[Int[Tensor, " some"], int], Float[Tensor, "some entries"]] | None = None,
 ) -> None:
     """Compute the attention of the queries of some heads, each over its own entries.
@@ -51,9 +51,9 @@ def attend_heads(
     sizes, key_factor, value_factor = lengths.tolist(), 1.0, 1.0
     if format is not None and format.key_scale is not None and format.value_scale is not None:
         key_factor, value_factor = float(format.key_scale), float(format.value_scale)
-    key_mixing, value_mixing = (None, None) if format is None else (format.key_mixing, format.value_mixing)
-    if key_mixing is not None:
-        queries = key_mixing.mixed_queries(queries.float())
+    mixing = None if format is None else format.mixing
+    if mixing is not None:
+        queries = mixing.mixed_queries(queries.float())
     for heads in _of_similar_size(sizes, queries.shape[2]):
         longest, shortest = sizes[heads[-1]], sizes[heads[0]]
         if not longest:
@@ -64,7 +64,7 @@ def attend_heads(
         hidden = torch.arange(keys.shape[1]) >= lengths[some, None]
         key_scale = value_scale = None
         if format is not None:
-            (keys, key_scale), (values, value_scale) = format.key_parts(keys), format.value_parts(values)
+            (keys, key_scale), (values, value_scale) = format.parts(keys), format.parts(values)
         logits = torch.bmm(queries[some].float().mul_(softmax.scaling * key_factor), keys.float().transpose(1, 2))
         if key_scale is not None:
             logits.mul_(key_scale[:, None])
@@ -80,7 +80,7 @@ def attend_heads(
         weights[:, :, shortest:].masked_fill_(behind[:, None], 0.0)
         values[:, shortest:] = values[:, shortest:].masked_fill(behind[..., None], 0.0)
         attended = torch.bmm(weights, values).mul_(value_factor)
-        output[some] = (attended if value_mixing is None else value_mixing.unmixed(attended)).to(output.dtype)
+        output[some] = (attended if mixing is None else mixing.unmixed(attended)).to(output.dtype)
 
 
 def _of_similar_size(sizes: Sequence[int], head_dim: int) -> Iterator[list[int]]:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from keepset.kernels import page_layout
 from keepset.kernels.dispatch import CACHE_BLOCK, PRODUCT_BLOCK, block_size, launched_on, uses_triton
-from keepset.kernels.entry_parts import pages_of
-from keepset.kernels.page_entries import LayerCaches, addresses_of, read_keys
-from keepset.kernels.page_format import RowFormat
+from keepset.kernels.page_entries import addresses_of, read_keys
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
-from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
+from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, LayerPages, RecordedQueries
 from keepset.kernels.window import received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
@@ -25,12 +24,12 @@ ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads ent
 
 
 def add_received_in_pages(
-    caches: LayerCaches,
+    caches: Sequence[LayerPages],
     places: range,
     queries: RecordedQueries,
     entries: EntriesInPages,
     received: ColumnTarget,
-    formats: Sequence[RowFormat] = (),
+    formats: Sequence[PageFormat] = (),
 ) -> None:
     """Add to a column the attention that every entry receives from some queries, summed over the queries.
 
@@ -39,38 +38,40 @@ def add_received_in_pages(
     On a GPU this takes two launches for all layers, without a host sync.
 
     Args:
-        caches: caches of the layers that share the block table, in which only an entry's numbers must be contiguous, or
-            views of the bytes of entries.
+        caches: caches of the layers that share the block table; only an entry's numbers must be contiguous.
         places: indices of the layers to add in.
         queries: queries of these layers.
         entries: places of the requests' entries in all layers.
         received: the column, and how to sum.
         formats: the formats of these layers' caches if they are quantised.
     """
-    pages = pages_of(caches[0])
-    if uses_triton(pages.device):
+    first = caches[0]
+    if uses_triton(first.device):
         from keepset.kernels.triton import paged_window  # loads Triton
 
-        with launched_on(pages.device):
+        with launched_on(first.device):
             for some, own in _mixed(queries, formats):
                 of_layers = range(places.start + some.start, places.start + some.stop)
                 paged_window.add_received(
-                    caches[0], addresses_of(caches), of_layers, own, entries, received, formats[some.start : some.stop]
+                    first, addresses_of(caches), of_layers, own, entries, received, formats[some.start : some.stop]
                 )
         return
 
     def read(place: int, table: Tensor) -> Tensor:
         rows = read_keys(caches, place, table)
-        return formats[place - places.start].decode_keys(rows) if formats else rows
+        if not formats:
+            return rows
+        format = formats[place - places.start]
+        return format.decode(rows, format.key_scale)
 
-    group = PageGroup(places, len(caches), len(pages))
-    add_received_by([partial(read, place) for place in places], pages.shape[2], group, queries, entries, received)
+    group = PageGroup(places, len(caches), len(first))
+    add_received_by([partial(read, place) for place in places], first.shape[2], group, queries, entries, received)
 
 
-def _mixed(queries: RecordedQueries, formats: Sequence[RowFormat]) -> Iterator[tuple[range, RecordedQueries]]:
+def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[tuple[range, RecordedQueries]]:
     """Yield layers with their queries; if keys are mixed, copies of mixed queries, for some layers at a time."""
     layers = range(len(queries.rings))
-    if not formats or (mixing := formats[0].key_mixing) is None:
+    if not formats or (mixing := formats[0].mixing) is None:
         yield layers, queries
         return
     (rows, n), (_, _, _, heads, head_dim) = queries.places.shape, queries.rings.shape

@@ -15,7 +15,7 @@ from torch import Tensor
 from keepset.kernels.dispatch import CACHE_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.entry_code import encode, inputs_of
 from keepset.kernels.page_entries import addresses_of
-from keepset.kernels.page_format import RowFormat
+from keepset.kernels.page_format import PageFormat
 
 TURN = 2.0**64
 """Units of a full turn; 64-bit integers count them, and wrap around as angles do."""
@@ -97,7 +97,7 @@ def entry_codes_in_pages(
     new: Bool[Tensor, "layers_rows kv_heads entries"],
     networks: Networks,
     known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
-    formats: Sequence[RowFormat] = (),
+    formats: Sequence[PageFormat] = (),
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
     """Return the code of every entry, read from its page; see `entry_codes`. Only in Triton.
 

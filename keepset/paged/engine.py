@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.kernels.page_format import RowFormat
+from keepset.kernels.page_format import PageFormat
 from keepset.paged.step import StepBatch, StepPlan
 
 
@@ -66,7 +66,7 @@ class Pages(Protocol):
         """The bytes of an entry's key and value, as they are stored."""
 
     @property
-    def format(self) -> RowFormat | None:
+    def format(self) -> PageFormat | None:
         """How the cache's keys and values are read, and maybe written, if it is quantised, else None."""
 
     @property
@@ -93,7 +93,7 @@ class Pages(Protocol):
             subpages: their numbers, in the order of the entries.
 
         Returns:
-            Keys and values as they are stored: plain numbers, or rows of a `RowFormat`. `entries` is
+            Keys and values as they are stored: plain numbers, or rows of a `PageFormat`. `entries` is
             `pages * block_size`. After a head's own entries comes whatever the page held before.
         """
 

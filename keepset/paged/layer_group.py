@@ -12,7 +12,7 @@ from torch import Tensor
 from keepset.core.observation import BIAS
 from keepset.core.rope import RotaryTable
 from keepset.core.statistics import HeadShare
-from keepset.kernels.page_format import PageFormat, RowFormat, encode_layers
+from keepset.kernels.page_format import PageFormat, encode_layers
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
@@ -80,7 +80,7 @@ class LayerGroup:
         """Return the cache of the layer at this place of the group."""
         return self._pages[place]()
 
-    def formats(self, places: range) -> list[RowFormat]:
+    def formats(self, places: range) -> list[PageFormat]:
         """Return how the caches of some layers are read and written; an empty list if they are not quantised."""
         return [known for place in places if (known := self.pages_of(place).format) is not None]
 
@@ -125,7 +125,7 @@ class LayerGroup:
     def holds_int8(self) -> bool:
         """Whether pages hold keys and values as 8-bit integers, each with a scale of its own."""
         format = self.pages_of(0).format
-        return isinstance(format, PageFormat) and format.numbers == torch.int8
+        return format is not None and format.numbers == torch.int8
 
     def write_context(self, columns: Mapping[str, Tensor], layers: Int[Tensor, " n"], slots: Int[Tensor, " n"]) -> None:
         """Write entries of a context into the pages, once all events that are due are over.
@@ -140,9 +140,8 @@ class LayerGroup:
         slots = (layers * pages.slots + slots) % (len(self.layers) * pages.slots)
         if formats := self.formats(range(len(self.layers))):
             if keys.dtype == torch.int8:
-                scales, rows = (columns["key_scale"], columns["value_scale"]), formats[0]
-                assert isinstance(rows, PageFormat)
-                keys, values = (rows.join(*part) for part in zip((keys, values), scales, strict=True))
+                scales = columns["key_scale"], columns["value_scale"]
+                keys, values = (formats[0].join(*part) for part in zip((keys, values), scales, strict=True))
             else:
                 keys, values = (encode_layers(formats, part, layers, part is values) for part in (keys, values))
         pages.write(keys, values, slots)

@@ -7,18 +7,16 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped, UInt8
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.observation import LazyObservation
 from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import uses_triton
-from keepset.kernels.entry_parts import EntryParts, LayerPages
-from keepset.kernels.packed_formats import PackedFormat
-from keepset.kernels.page_entries import read_entries, read_keys, read_pages, take_entries, write_entries, write_parts
-from keepset.kernels.page_format import PageFormat, RowFormat, decode_layers, encode_layers
+from keepset.kernels.page_entries import read_keys, read_pages, take_entries, write_entries
+from keepset.kernels.page_format import PageFormat, decode_layers, encode_layers
 from keepset.kernels.page_layout import PageGroup
-from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
+from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, LayerPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_by, add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_codes_in_pages
 
@@ -82,41 +80,6 @@ class StridedPages:
         return (self.place * self.slots + slots) % (len(self.caches) * self.slots)
 
 
-class ScatteredPages:
-    """`Pages` of a cache that stores keys and values differently, or an entry in several places; moved bit for bit.
-
-    Args:
-        caches: where entries lie, in the caches of all layers with the same block tables.
-        place: which of them is the layer's.
-        format: how the layer's keys and values are read and written.
-    """
-
-    def __init__(self, caches: Sequence[EntryParts], place: int, format: PackedFormat) -> None:
-        self.caches, self.place, self.format = caches, place, format
-        numbers = caches[place].numbers
-        blocks, self.kv_heads, self.block_size, _ = numbers.shape
-        self.slots = blocks * self.kv_heads * self.block_size
-        self.entry_bytes = sum(part.shape[4:].numel() for side in caches[place] for part in side)
-        self.head_dim = self.value_dim = format.head_dim
-        self.dtype, self.device = format.dtype, numbers.device
-
-    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> UInt8[Tensor, "*rows entries row"]:
-        """Return the keys of whole sub-pages, as they are stored."""
-        return read_keys(self.caches, self.place, subpages)
-
-    def read(
-        self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[UInt8[Tensor, "*rows entries key_row"], UInt8[Tensor, "*rows entries value_row"]]:
-        """Return keys and values of whole sub-pages, as they are stored."""
-        return read_entries(self.caches, self.place, subpages)
-
-    def write(
-        self, keys: UInt8[Tensor, "n key_row"], values: UInt8[Tensor, "n value_row"], slots: Int[Tensor, " n"]
-    ) -> None:
-        """Write entry `i`, as it is stored, to `slots[i]`."""
-        write_parts(self.caches, keys, values, (self.place * self.slots + slots) % (len(self.caches) * self.slots))
-
-
 def decoded_keys(pages: Pages, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
     """Return the keys of whole sub-pages of a layer, in their own type.
 
@@ -125,7 +88,7 @@ def decoded_keys(pages: Pages, subpages: Int[Tensor, "*rows pages"]) -> Float[Te
         subpages: numbers of whole sub-pages.
     """
     keys, format = pages.read_keys(subpages), pages.format
-    return keys if format is None else format.decode_keys(keys)
+    return keys if format is None else format.decode(keys, format.key_scale)
 
 
 def decoded_entries(
@@ -138,9 +101,7 @@ def decoded_entries(
         subpages: numbers of whole sub-pages.
     """
     (keys, values), format = pages.read(subpages), pages.format
-    if format is None:
-        return keys, values
-    return format.decode_keys(keys), format.decode_values(values)
+    return (keys, values) if format is None else format.decode_entries(keys, values)
 
 
 def add_received(
@@ -156,7 +117,7 @@ def add_received(
         received: the column that is added to.
     """
     first = pages[0]
-    if isinstance(first, StridedPages | ScatteredPages) and first.value_dim == first.head_dim:
+    if isinstance(first, StridedPages) and first.value_dim == first.head_dim:
         formats = [layer.format for layer in pages if layer.format is not None]
         add_received_in_pages(first.caches, places, queries, entries, received, formats)
         return
@@ -184,7 +145,7 @@ class PagedEntries:
     """
 
     def __init__(
-        self, pages: Pages, subpages: Int[Tensor, "layers_rows kv_heads pages"], formats: Sequence[RowFormat] = ()
+        self, pages: Pages, subpages: Int[Tensor, "layers_rows kv_heads pages"], formats: Sequence[PageFormat] = ()
     ) -> None:
         self.pages, self._subpages, self._formats = pages, subpages, formats
         rows, kv_heads, number = subpages.shape

@@ -17,7 +17,7 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.recipe import Recipe
 from keepset.serving.command import has_option, option
-from keepset.vllm.recipe_support import INT4, cache_kind_of, objections, served
+from keepset.vllm.recipe_support import objections
 
 _SMALL = 256
 _POOL = "VLLM_CPU_KVCACHE_SPACE"
@@ -135,16 +135,6 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
         return None
     return f"keep={keep} is small for the blocks of 128 tokens that vLLM uses on a CPU: add --block-size 32."
-
-
-def bits_hint(recipe: Recipe | None) -> str | None:
-    """Return advice for a recipe with pages of 4 bits, or None."""
-    if recipe is None or cache_kind_of(served(recipe).method.traits) != INT4:
-        return None
-    return (
-        "With pages of 4 bits, answers are farther from the full cache's than with pages of 8 bits and the same bytes; "
-        "write bits=8 unless you need the room for whole prompts."
-    )
 
 
 def compile_hint(options: Sequence[str]) -> str | None:

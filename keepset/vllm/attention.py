@@ -12,13 +12,13 @@ from vllm.forward_context import get_forward_context
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.mixing import Mixing
-from keepset.kernels.paged import append_stored, append_to_pages, paged_attention
+from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import LayerAdapter, Pages
-from keepset.paged.pages import ScatteredPages, StridedPages
+from keepset.paged.pages import StridedPages
 from keepset.vllm.compat import fill_scales, softcap_of
 from keepset.vllm.engine_context import PlannedStep, active
-from keepset.vllm.formats import PACKED, format_of, own_mixing, packed_format, parts_of, room_like
+from keepset.vllm.formats import format_of, own_mixing
 
 
 class CompressedImpl:
@@ -131,9 +131,6 @@ class CompressedAttentionImpl(CompressedImpl):
     num_queries_per_kv: int
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
-        if layer.kv_cache_dtype in PACKED:
-            format = packed_format(layer, self._context.dtype)
-            return ScatteredPages([parts_of(layer, cache) for cache in caches], self._place, format)
         return StridedPages(caches, self._place, format_of(layer, self._context.dtype))
 
     def mixing(self, layer: Any) -> Mixing | None:
@@ -142,19 +139,6 @@ class CompressedAttentionImpl(CompressedImpl):
         Attention of mixed queries, keys and values is the mixed output of the same attention.
         """
         return own_mixing(layer.kv_cache_dtype, self.head_size)
-
-    def write_plain(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        """Write entries as vLLM's backend does.
-
-        Args:
-            layer: vLLM's layer.
-            key, value: keys and values of the entries, `[tokens, kv_heads, head_dim]`.
-            kv_cache: a cache like the layer's.
-            slots: the slot of each token.
-        """
-        if (mixing := self.mixing(layer)) is not None:
-            key, value = mixing.mixed(key), mixing.mixed(value)
-        super().do_kv_cache_update(layer, key, value, kv_cache, slots)  # type: ignore[misc]
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -166,7 +150,9 @@ class CompressedAttentionImpl(CompressedImpl):
         """
         step = self.step_to_write(layer, slot_mapping)
         if step is None or step.plan.has_plain:
-            self.write_plain(layer, key, value, kv_cache, slot_mapping)
+            mixing = self.mixing(layer)
+            rows = (key, value) if mixing is None else (mixing.mixed(key), mixing.mixed(value))
+            super().do_kv_cache_update(layer, *rows, kv_cache, slot_mapping)  # type: ignore[misc]
         if step is not None and step.plan.ragged is not None:
             self.append_ragged(layer, step, key, value, kv_cache)
 
@@ -175,16 +161,7 @@ class CompressedAttentionImpl(CompressedImpl):
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         tokens, pages = ragged.tokens, self.pages(layer, kv_cache)
-        layout = ragged.of_layer(self._place)
-        if isinstance(pages, StridedPages):
-            append_to_pages(key, value, kv_cache, tokens, layout, pages.format)
-            return
-        assert isinstance(pages, ScatteredPages)
-        # The bytes that vLLM's kernels write depend on the GPU, so these kernels write the bytes that are copied.
-        number = len(tokens.lengths)
-        some, room = slice(number) if tokens.places is None else tokens.places, room_like(kv_cache, number)
-        self.write_plain(layer, key[some], value[some], room, torch.arange(number, device=key.device))
-        append_stored(parts_of(layer, room), pages.caches[pages.place], tokens, layout)
+        append_to_pages(key, value, kv_cache, tokens, ragged.of_layer(self._place), pages.format)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Write the attention of rotated queries, `[tokens, query_heads, head_dim]`, over their own heads' entries."""
@@ -192,7 +169,7 @@ class CompressedAttentionImpl(CompressedImpl):
         assert ragged is not None and ragged.tokens is not None
         tokens, layout, bias = ragged.tokens, ragged.of_layer(self._place), step.group.columns.bias
         pages = self.pages(layer, kv_cache)
-        assert isinstance(pages, StridedPages | ScatteredPages)
+        assert isinstance(pages, StridedPages)
         paged_attention(query, pages.caches, self._place, tokens, layout, self.softmax, output, bias, pages.format)
 
     def forward(

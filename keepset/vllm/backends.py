@@ -95,7 +95,6 @@ _LAYERS: dict[str, type[CompressedImpl]] = {
     "FLASH_ATTN": CompressedAttentionImpl,
     "FLASHINFER": CompressedAttentionImpl,
     "TRITON_ATTN": CompressedAttentionImpl,
-    "TURBOQUANT": CompressedAttentionImpl,
     "CPU_ATTN": CPUMixin,
     "CUTLASS_MLA": LatentImpl,
     "FLASHINFER_MLA": LatentImpl,
@@ -145,8 +144,7 @@ class KeepBackend(AttentionBackend):
         own = cls._own_classes(context)
         if own is None:
             served = [name for name, layer in _LAYERS.items() if (layer is LatentImpl) == cls.plain.is_mla()]
-            # vLLM chooses TURBOQUANT by the cache's type, which is the only one that it serves.
-            on_gpus = ", ".join(name for name in served if name not in (*_ON_CPUS, "TURBOQUANT"))
+            on_gpus = ", ".join(name for name in served if name not in _ON_CPUS)
             on_cpus = " or ".join(name for name in served if name in _ON_CPUS)
             raise UnsupportedEngineError(
                 f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "

@@ -20,26 +20,21 @@ from __future__ import annotations
 import inspect
 import secrets
 from collections.abc import Iterator
-from functools import cache
 from hashlib import sha256
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
 from keepset.errors import UnsupportedEngineError
-from keepset.kernels.mixing import Mixing
-from keepset.kernels.packed_formats import TurboQuantFormat
 
 SUPPORTED = ("0.32", "0.33")
 """The vLLM versions with which keepset is tested. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
@@ -84,20 +79,6 @@ BORROWED_OF_ROWS: dict[str, tuple[str, ...]] = {
     _TRITON + "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
 }
 """Names needed for GPUs' caches in which each key and each value has a scale."""
-_RHT = "vllm.v1.attention.ops.int4_per_token_head.single_rht"
-BORROWED_OF_MIXED: dict[str, tuple[str, ...]] = {_RHT: ("x",)}
-"""Names needed for caches in 4 bits."""
-_TURBOQUANT = "vllm.model_executor.layers.quantization.turboquant."
-_ROTATION = "vllm.v1.attention.backends.turboquant_attn._build_hadamard"
-_EXPONENTS = "vllm.v1.attention.ops.triton_turboquant_decode._use_fp8_e4b15"
-BORROWED_OF_TURBOQUANT: dict[str, tuple[str, ...]] = {
-    _TURBOQUANT + "config.TurboQuantConfig": ("key_quant_bits", "value_quant_bits", "norm_correction"),
-    _TURBOQUANT + "config.TurboQuantConfig.from_cache_dtype": ("cache_dtype", "head_dim"),
-    _TURBOQUANT + "centroids.get_centroids": ("d", "bits"),
-    _ROTATION: ("d", "device_str"),
-    _EXPONENTS: (),
-}
-"""Names needed for TurboQuant's caches."""
 
 _MLA = "vllm.model_executor.layers.attention.mla_attention."
 BORROWED_OF_LATENTS: dict[str, tuple[str, ...]] = {
@@ -113,17 +94,14 @@ BORROWED_OF_LATENTS: dict[str, tuple[str, ...]] = {
 """Names needed for layers that cache latents. It is not checked that `MLAAttention.W_UK_T` maps queries to latents."""
 
 
-def changed(rows: bool = False, mixed: bool = False, latents: bool = False, turboquant: bool = False) -> Iterator[str]:
+def changed(rows: bool = False, latents: bool = False) -> Iterator[str]:
     """Yield the borrowed names that this vLLM lacks, or has with other parameters.
 
     Args:
         rows: whether each key and each value has its own scale.
-        mixed: whether keys and values are mixed and have 4 bits.
         latents: whether layers cache latents.
-        turboquant: whether keys and values are stored by TurboQuant.
     """
-    names = BORROWED | (BORROWED_OF_ROWS if rows else {}) | (BORROWED_OF_MIXED if mixed else {})
-    names |= (BORROWED_OF_LATENTS if latents else {}) | (BORROWED_OF_TURBOQUANT if turboquant else {})
+    names = BORROWED | (BORROWED_OF_ROWS if rows else {}) | (BORROWED_OF_LATENTS if latents else {})
     for name, parts in names.items():
         try:
             thing = resolve_name(name)
@@ -157,51 +135,6 @@ def write_rows(kind: str, keys: Tensor, values: Tensor, kv_cache: Tensor, slots:
     heads, head_dim = keys.shape[1:]
     impl: Any = TritonAttentionImpl(heads, head_dim, 1.0, heads, None, None, kind)
     impl.do_kv_cache_update(None, keys, values, kv_cache, slots)
-
-
-@cache
-def mixing_of(head_dim: int, device: str) -> Mixing:
-    """Return the matrix by which vLLM mixes keys and values before it rounds them to 4 bits.
-
-    It is a Hadamard matrix with random signs, or several along the diagonal if the size is no power of two.
-
-    Args:
-        head_dim: numbers of a key.
-        device: the matrix's device.
-
-    Raises:
-        UnsupportedEngineError: such a matrix does not undo this vLLM's mixing.
-    """
-    mix = resolve_name(_RHT)
-    with torch.inference_mode(False):
-        whole = torch.eye(head_dim, device=device)
-        matrix = mix(whole).sign()  # a GPU computes it in 16 bits
-        size = matrix.abs().sum(1, keepdim=True)
-        if not torch.equal(matrix @ matrix.T, whole * size):
-            raise UnsupportedEngineError(
-                "This vLLM mixes keys and values of 4 bits in a way that keepset cannot undo: use a supported version, "
-                "or kv_cache_dtype auto."
-            )
-        return Mixing(matrix, (matrix / size).T.contiguous())
-
-
-def turboquant_format(kind: str, head_dim: int, dtype: torch.dtype) -> TurboQuantFormat:
-    """Return the format of one of vLLM's TurboQuant caches.
-
-    Args:
-        kind: vLLM's name of the cache's type.
-        head_dim: numbers of a key.
-        dtype: the dtype in which keys and values are read.
-    """
-    config = resolve_name(_TURBOQUANT + "config.TurboQuantConfig").from_cache_dtype(kind, head_dim)
-    bits, device = (config.key_quant_bits, config.value_quant_bits), current_platform.device_type
-    if config.key_quant_bits == 8:
-        no_centroids, no_rotation = torch.empty(0, device=device), torch.empty(0, 0, device=device)
-        exponents = bool(resolve_name(_EXPONENTS)())
-        return TurboQuantFormat(head_dim, dtype, *bits, no_centroids, no_rotation, False, exponents)
-    centroids = resolve_name(_TURBOQUANT + "centroids.get_centroids")(head_dim, config.key_quant_bits).to(device)
-    rotation = resolve_name(_ROTATION)(head_dim, device)
-    return TurboQuantFormat(head_dim, dtype, *bits, centroids, rotation, config.norm_correction, False)
 
 
 def ask_for_prompt_lengths(config: VllmConfig) -> None:

@@ -1,30 +1,28 @@
-"""Attention over quantised caches on CPUs, few or none of which vLLM's own CPU backend can read."""
+"""Attention over quantised caches on CPUs, few or none of which vLLM's own CPU backend can read.
+
+PyTorch's operators compute it. It is a reference for what GPUs do, not a fast way to serve.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
-from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged import attend_pages
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.paged_heads import attend_heads
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages
-from keepset.paged.pages import ScatteredPages, StridedPages, decoded_entries
+from keepset.paged.pages import decoded_entries
 from keepset.vllm.attention import CompressedAttentionImpl
-from keepset.vllm.cpu_pages import joined
 from keepset.vllm.engine_context import PlannedStep
-from keepset.vllm.formats import row_format
-from keepset.vllm.recipe_support import INT8
 
 
 @dataclass
@@ -103,7 +101,7 @@ class RowsImpl:
         real, size = (slot_mapping >= 0).nonzero()[:, 0], pages.block_size
         slots = slot_mapping[real].long()
         of_heads = ((slots // size)[:, None] * self.num_kv_heads + torch.arange(self.num_kv_heads)) * size
-        of_heads += (slots % size)[:, None] + pages.place * pages.slots
+        of_heads += (slots % size)[:, None]
         write(pages, key[real].flatten(0, 1), value[real].flatten(0, 1), of_heads.flatten())
 
     def forward(
@@ -127,8 +125,7 @@ class RowsImpl:
             own = query[places].unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
             attended = torch.empty_like(own)
             softmax = self.softmax.by_query_group(len(places), self.num_kv_heads)  # type: ignore[attr-defined]
-            before = pages.place * pages.slots // pages.block_size
-            attend(own, pages, before, tables + before, lengths, softmax, attended)
+            attend_heads(own, pages.read, tables, lengths, pages.block_size, softmax, attended, pages.format)
             output[places] = attended.unflatten(0, (len(places), -1)).flatten(1, 2)
         if (tokens := attn_metadata.prompts) is not None:
             whole = FiledLayouts.empty(len(attn_metadata.lengths), 1, self.num_kv_heads, query.device).layout
@@ -146,108 +143,10 @@ class RowsImpl:
         return output
 
 
-class Biased(NamedTuple):
-    """Biases that are added to the logits of some heads' first entries.
-
-    Attributes:
-        column: the bias of each slot of the layers.
-        counts: how many of each head's first entries have a bias; entries since the event have none.
-    """
-
-    column: Float[Tensor, "layers slots"]
-    counts: Int[Tensor, " heads"]
-
-    def of_heads(
-        self, tables: Int[Tensor, "heads pages"], size: int, some: Int[Tensor, " some"], entries: int
-    ) -> Float[Tensor, "some entries"]:
-        """Return the biases of the first entries of some heads, whose pages hold `size` entries."""
-        entry = torch.arange(entries)
-        slots = tables[some][:, entry // size].long() * size + entry % size
-        return self.column.view(-1)[slots].where(entry < self.counts[some, None], 0)
-
-
-class Int8Pages(StridedPages):
-    """Pages of mixed rows of 8-bit integers, with attention that reads them in place.
-
-    Args:
-        caches: the caches of all layers with the same block tables, which follow one another in memory.
-        place: the index of the layer's cache among them.
-        format: the format of the rows.
-        scaling: factor of the products of queries and keys.
-    """
-
-    def __init__(self, caches: Sequence[Tensor], place: int, format: PageFormat, scaling: float) -> None:
-        super().__init__(caches, place, format)
-        assert format.mixing is not None
-        self._rows, unmix = joined(caches).flatten(0, 1), format.mixing.unmix
-        self._mix, self._around = format.mixing.mix.double().contiguous(), torch.stack((unmix.T * scaling, unmix))
-
-    def append(
-        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
-    ) -> None:
-        """Write entry `i` to `slots[i]`, counted from the first layer's slots on."""
-        from keepset.kernels import int8_rows
-
-        int8_rows.write(keys.contiguous(), values.contiguous(), self._rows, slots.long().contiguous(), self._mix)
-
-    def attend(
-        self,
-        queries: Shaped[Tensor, "heads group head_dim"],
-        tables: Int[Tensor, "heads pages"],
-        lengths: Int[Tensor, " heads"],
-        output: Shaped[Tensor, "heads group head_dim"],
-        bias: Biased | None,
-    ) -> None:
-        """Compute the attention of some queries, each over the entries of its own head.
-
-        Args:
-            queries: queries after rotation.
-            tables: the sub-pages of each head, numbered from the first layer's on.
-            lengths: the number of entries of each head.
-            output: the result; written to; zero for a head without entries.
-            bias: biases that are added to logits.
-        """
-        from keepset.kernels import int8_rows
-
-        biases = None if bias is None else (bias.column.view(-1), bias.counts.int().contiguous())
-        int8_rows.attend(queries.contiguous(), self._rows, tables.int(), lengths.int(), output, self._around, biases)
-
-
-def write(pages: StridedPages | ScatteredPages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
-    """Write keys and values, `[n, head_dim]`, in the cache's format to slots counted from the first layer's on."""
-    if isinstance(pages, Int8Pages):
-        pages.append(keys, values, slots)
-    else:
-        rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
-        pages.write(*rows, slots - pages.place * pages.slots)
-
-
-def attend(
-    queries: Float[Tensor, "heads group head_dim"],
-    pages: Pages,
-    before: int,
-    tables: Int[Tensor, "heads pages"],
-    lengths: Int[Tensor, " heads"],
-    softmax: Softmax,
-    output: Float[Tensor, "heads group head_dim"],
-    bias: Biased | None = None,
-) -> None:
-    """Compute the attention of the queries of some heads, each over its own entries.
-
-    Args:
-        queries: one query of each query head that shares the KV head, after rotation.
-        pages: the layer's cache.
-        before: sub-pages of the layers before it.
-        tables: the sub-pages of each head, numbered from the first layer's on.
-        lengths, softmax, output: as in `attend_heads`.
-        bias: biases that are added to logits.
-    """
-    if isinstance(pages, Int8Pages) and softmax.plain:
-        pages.attend(queries, tables, lengths, output, bias)
-        return
-    size, format = pages.block_size, pages.format
-    added = None if bias is None else partial(bias.of_heads, tables, size)
-    attend_heads(queries, lambda own: pages.read(own - before), tables, lengths, size, softmax, output, format, added)
+def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
+    """Write keys and values, `[n, head_dim]`, in the cache's format to slots of the layer."""
+    rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
+    pages.write(*rows, slots)
 
 
 def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, softmax: Softmax) -> None:
@@ -270,41 +169,34 @@ def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, ou
         attend_pages(query, read, size, ragged.tokens, layout, group, softmax, output, bias)
         return
     per_head = step.per_head
-    batch, buffer = per_head.batch(place), per_head.output_buffer(output)
-    biased, kv_heads = None, layout.counts.shape[2]
-    if bias is not None:
-        counts = layout.counts[: len(batch.seq_lens) // kv_heads] if rows is None else layout.counts[rows]
-        biased = Biased(bias, counts.flatten())
-    softmax = softmax.by_query_group(len(batch.seq_lens) // kv_heads, kv_heads)
-    before = place * pages.slots // size
-    attend(per_head.split(query), pages, before, batch.block_table, batch.seq_lens, softmax, buffer, biased)
+    batch, buffer, kv_heads = per_head.batch(place), per_head.output_buffer(output), layout.counts.shape[2]
+    tables, lengths = batch.block_table, batch.seq_lens
+    counts = layout.counts[: len(lengths) // kv_heads] if rows is None else layout.counts[rows]
+    before = place * pages.slots // size  # sub-pages of the layers before, from which on tables count
+
+    def biases(heads: Int[Tensor, " some"], entries: int) -> Float[Tensor, "some entries"]:
+        """Return the biases of some heads' first entries; entries since the event have none."""
+        assert bias is not None
+        entry = torch.arange(entries)
+        slots = tables[heads][:, entry // size].long() * size + entry % size
+        return bias.view(-1)[slots].where(entry < counts.flatten()[heads, None], 0)
+
+    attend_heads(
+        per_head.split(query),
+        lambda own: pages.read(own - before),
+        tables,
+        lengths,
+        size,
+        softmax.by_query_group(len(lengths) // kv_heads, kv_heads),
+        buffer,
+        pages.format,
+        None if bias is None else biases,
+    )
     per_head.merge(buffer, output)
 
 
 class RowsMixin(CompressedAttentionImpl):
     """A mixin for layers on CPUs whose cache is quantised."""
-
-    def belong_to(self, layers: Sequence[Any], place: int) -> None:
-        super().belong_to(layers, place)
-        if self._compiles(layers[place]):
-            from keepset.kernels import int8_rows
-
-            sizes = self.num_queries_per_kv, self.head_size, self._context.block_size
-            int8_rows.compile_for(*sizes, self._context.dtype)  # before the first request
-
-    def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
-        if not self._compiles(layer):
-            return super().make_pages(layer, caches)
-        format = row_format(layer.kv_cache_dtype, self.head_size, self._context.dtype)
-        return Int8Pages(caches, self._place, format, self.softmax.scaling)
-
-    def _compiles(self, layer: Any) -> bool:
-        """Return whether compiled loops write the layer's pages and attend to them."""
-        if layer.kv_cache_dtype != INT8:
-            return False
-        from keepset.kernels import int8_rows
-
-        return int8_rows.supports(self.head_size, self._context.block_size, self._context.dtype)
 
     def mixing(self, layer: Any) -> None:
         """Return None, because `RowsImpl` mixes by the pages' format."""
@@ -312,8 +204,7 @@ class RowsMixin(CompressedAttentionImpl):
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, pages = step.per_head, self.pages(layer, kv_cache)
         keys, values = (per_head.split(rows)[:, 0] for rows in (key, value))
-        assert isinstance(pages, StridedPages | ScatteredPages)
-        write(pages, keys, values, per_head.batch(self._place).slot_mapping)
+        write(pages, keys, values, per_head.batch(self._place).slot_mapping - self._place * pages.slots)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         pages = self.pages(layer, kv_cache)

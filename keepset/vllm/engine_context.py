@@ -38,7 +38,7 @@ from keepset.vllm.compat import (
     drafted_tokens,
     layer_specs,
 )
-from keepset.vllm.formats import PACKED, ROW_SCALES, check_packed, check_rows, packed_slots
+from keepset.vllm.formats import ROW_SCALES, check_rows
 from keepset.vllm.memory import QueryBuffers, Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
@@ -210,7 +210,7 @@ class EngineContext:
             longest, head_dim = self.config.model_config.max_model_len, self._layer.head_size
             queries, tokens = (self._layer.num_heads, head_dim, self.dtype, device), captured_tokens(self.config)
             self._buffers = QueryBuffers(self.recording, len(layer_ids), requests, *queries, tokens)
-            stored, bytes_read = self._stored_bytes(spec), 2 * head_dim * self.dtype.itemsize
+            stored, bytes_read = spec.state_content_size_bytes, 2 * head_dim * self.dtype.itemsize
             shape = Shape(len(layer_ids), spec.num_kv_heads, head_dim, stored, bytes_read, longest)
             self._reserve = reserve(self.config, self.recipe, self.recording.group, self.columns, shape)
         scheduler, layers = self.config.scheduler_config, all_layers(self.config, layer_ids)
@@ -226,26 +226,13 @@ class EngineContext:
             alone=not self._others,
         )
 
-    def _stored_bytes(self, spec: AttentionSpec) -> int:
-        """Return the bytes of an entry of one head in quantised layers; vLLM may leave some layers unquantised."""
-        kind = self.config.cache_config.cache_dtype
-        if kind not in PACKED:
-            return spec.state_content_size_bytes
-        slots, content = packed_slots(kind, spec.num_kv_heads, spec.head_size)
-        return slots * content // spec.num_kv_heads
-
     def _check_cache(self, spec: AttentionSpec) -> None:
         """Check that keepset reads from a quantised cache what vLLM writes to it."""
         if current_platform.is_cpu():
             return
-        device = torch.device(current_platform.device_type)
-        kind = self.config.cache_config.cache_dtype
+        device, kind = torch.device(current_platform.device_type), self.config.cache_config.cache_dtype
         if kind in ROW_SCALES:
             check_rows(kind, spec.num_kv_heads, self._layer.head_size, self.dtype, device)
-        layers = self.config.compilation_config.static_forward_context
-        packed = [layers[name] for name in self.layers if layers[name].kv_cache_dtype in PACKED]
-        if packed:
-            check_packed(packed[0], self.dtype, device)
 
     @property
     def buffers(self) -> QueryBuffers:

@@ -17,9 +17,8 @@ from keepset.core.traits import Traits
 from keepset.methods.snapkv import SnapKV
 from keepset.recipe import Recipe, check_schedule
 
-INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
-_OF_BITS = {8: INT8, 4: INT4}
-"""The `kv_cache_dtype` that a recipe quantized(...) asks for, by its bits."""
+INT8 = "int8_per_token_head"
+"""The `kv_cache_dtype` that a recipe quantized(...) asks for."""
 
 _TABLES = ("default", "linear", "dynamic", "yarn", "llama3")
 """Kinds of rotary embeddings of which vLLM keeps one table of cosines and sines."""
@@ -57,16 +56,19 @@ class EngineLimits:
 
 
 def cache_kind_of(traits: Traits) -> str | None:
-    """Return the `kv_cache_dtype` that these traits need; None if any will do."""
-    bits = [feature.bits for feature in traits.needs.of(QuantizedEntries)]
-    return _OF_BITS[min(bits)] if bits else None
+    """Return the `kv_cache_dtype` that these traits need; None if any will do, or if none is served that would."""
+    return INT8 if _bits(traits) == 8 else None
+
+
+def _bits(traits: Traits) -> int | None:
+    """Return the bits of stored numbers; None if entries are not quantised."""
+    return min((feature.bits for feature in traits.needs.of(QuantizedEntries)), default=None)
 
 
 def served(recipe: Recipe) -> Recipe:
     """Return a recipe as servers execute it: `quantized` means 8 bits unless the recipe gives another number.
 
-    In vLLM's pages the answer's entries have as many bits as others, and 4 bits lose more than twice as many entries
-    gain (docs/results.md). Under transformers the answer's have nearly 8, and `quantized` depends on the budget.
+    Under transformers it depends on the budget.
     """
     return replace(recipe, written=recipe.written.for_bytes(None))
 
@@ -97,7 +99,7 @@ def unserved(traits: Traits, limits: EngineLimits) -> Iterator[str]:
     if limits.latents and traits.biased:
         yield "the model caches latents, of which keys and values are both made; leave match out."
     if limits.latents and traits.needs.of(QuantizedEntries):
-        yield "vLLM has no cache of 8 or 4 bits for latents that keepset can read; leave quantized out."
+        yield "vLLM has no cache of 8 bits for latents that keepset can read; leave quantized out."
 
 
 def lacking(traits: Traits, limits: EngineLimits) -> Iterator[str]:
@@ -126,6 +128,8 @@ def objections(recipe: Recipe) -> Iterator[str]:
     """
     method, traits = recipe.method, recipe.method.traits
     check_schedule(recipe)
+    if (bits := _bits(served(recipe).method.traits)) not in (None, 8):
+        yield f"it stores entries in {bits} bits, and vLLM's pages hold 8 or 16; write bits=8."
     unseen = [feature for feature in traits.needs if feature.transformers_only]
     yield from (f"{method.name} {feature.transformers_only.format(engine='vLLM')}." for feature in unseen)
     if traits.across_layers and traits.fixed_total and not traits.equal_layers:

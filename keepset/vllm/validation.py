@@ -30,8 +30,8 @@ from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
-from keepset.vllm.formats import LAYER_SCALES, PACKED, ROW_SCALES, TURBOQUANT, WHOLE, packed_otherwise
-from keepset.vllm.recipe_support import COUNTED_AHEAD, INT4, lacking, objections, rotates, unserved
+from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
+from keepset.vllm.recipe_support import COUNTED_AHEAD, INT8, lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
     BESIDE,
     BESIDE_MODULE,
@@ -84,7 +84,7 @@ def _of_version(config: VllmConfig) -> Iterator[str]:
         yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}."
     dtype = config.cache_config.cache_dtype
     rows = dtype in ROW_SCALES and not current_platform.is_cpu()
-    for name in changed(rows, dtype == INT4, config.model_config.use_mla, dtype in TURBOQUANT):
+    for name in changed(rows, config.model_config.use_mla):
         yield f"{name} of vLLM {vllm.__version__} differs from the tested one; install {served}."
 
 
@@ -101,11 +101,12 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
-    dtype, readable = config.cache_config.cache_dtype, (*WHOLE, *LAYER_SCALES, *ROW_SCALES, *PACKED)
-    if dtype not in readable:
-        yield f"it cannot read a KV cache of kind {dtype}; use kv_cache_dtype {', '.join(readable)}."
-    elif dtype in PACKED:
-        yield from _of_packed(config, recipe)
+    dtype = config.cache_config.cache_dtype
+    if dtype not in (*WHOLE, *LAYER_SCALES, *ROW_SCALES):
+        yield (
+            f"it serves KV caches of kind fp8, of kind {INT8} and of 16 bits, not of kind {dtype}; set kv_cache_dtype "
+            f"(--kv-cache-dtype) to fp8 or {INT8}, or leave it out."
+        )
     if config.model_config.use_mla:
         yield from _of_latents(config, recipe)
     if config.attention_config.use_non_causal:
@@ -143,24 +144,6 @@ def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "keepset does not take back tokens that were loaded; leave kv_load_failure_policy out."
     elif "ExampleConnector" in names and config.parallel_config.world_size > 1:
         yield "ExampleConnector writes the pages of all GPUs to one file; take OffloadingConnector."
-
-
-def _of_packed(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    dtype, has_whole_layers = config.cache_config.cache_dtype, bool(config.cache_config.kv_cache_dtype_skip_layers)
-    if has_whole_layers and contexts_of(config) is not None:
-        yield (
-            f"contexts need layers of one kind, and with kind {dtype} vLLM keeps some in 16 bits; leave "
-            f"contexts out, or use kv_cache_dtype {INT4}."
-        )
-    elif has_whole_layers and not one_table(recipe):
-        yield (
-            f"layers that vLLM keeps in 16 bits share block tables with those of kind {dtype}; take a recipe whose "
-            "layers keep equally many entries, such as snapkv(keep=512) or adakv(snapkv, keep=512)."
-        )
-    if config.speculative_config is not None:
-        yield f"speculative decoding is not served with a KV cache of kind {dtype}; leave one of them out."
-    if any(connector.module == BESIDE_MODULE for connector in connectors_of(config)):
-        yield f"other KV connectors are not served with a KV cache of kind {dtype}; leave them out."
 
 
 def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

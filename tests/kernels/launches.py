@@ -24,14 +24,13 @@ from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.mixing import Mixing
 from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
-from keepset.kernels.page_format import FOUR_BITS, PageFormat
-from keepset.kernels.paged import append_stored, append_to_pages, follow_layouts, paged_attention, shift_step
+from keepset.kernels.page_format import PageFormat
+from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_codes, entry_codes_in_pages, turns_of
 from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import add_received
-from tests.kernels import packed
 from tests.posing import LAUNCHED
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
@@ -58,34 +57,6 @@ class _Noted:
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **kwargs: self._launches.append((self._kernel, args, kwargs))
-
-
-PACKED = {"80": "k3v3", "90": "k8v4", "100": "nvfp4 swizzled"}
-"""The kind of cache, in which a key is stored otherwise than a value or in more places than one, for each GPU."""
-
-
-def over_packed_pages(
-    dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int, kind: str
-) -> list[Launch]:
-    """The kernels over such pages."""
-    with _noted() as launches:
-        how = packed.format_of(kind, head_dim, dtype)
-        caches = [packed.cache_of(kind, how, (BLOCKS, kv_heads, SIZE))[2]] * LAYERS
-        queries = torch.zeros(2, kv_heads * group, head_dim, dtype=dtype)
-        table, lengths = torch.zeros(2, 512, dtype=torch.int32), torch.tensor([40, 7])
-        layout = FiledLayouts.empty(2, LAYERS, kv_heads, queries.device).layout
-        one = type(layout)(*(part[:, :1] for part in layout))
-        tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
-        columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
-        paged_attention(queries, caches, 0, tokens, one, Softmax(1.5), torch.zeros_like(queries), columns, how)
-        append_stored(caches[0], caches[0], tokens, one)
-        rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
-        recorded = RecordedQueries(rings, torch.arange(2), torch.arange(4).expand(2, -1))
-        entries = EntriesInPages(layout, table, lengths, layout.counts, long)
-        last = lengths[:, None].expand(-1, 4)
-        received = ColumnTarget(columns, last, lengths, Softmax(1.5), bias=columns, positions=columns)
-        add_received_in_pages(caches, range(LAYERS), recorded, entries, received, [how] * LAYERS)
-    return launches
 
 
 def launched(
@@ -166,10 +137,9 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
     columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
     scale, rows = torch.ones(()), torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim + 8, dtype=torch.int8)
-    mixing, halves = Mixing(torch.eye(head_dim), torch.eye(head_dim)), rows[..., : head_dim + 8].contiguous()
-    int8, int4 = (PageFormat(kind, head_dim, dtype, mixing=mixing) for kind in (torch.int8, FOUR_BITS))
+    int8 = PageFormat(torch.int8, head_dim, dtype, mixing=Mixing(torch.eye(head_dim)))
     fp8 = PageFormat(torch.float8_e4m3fn, head_dim, dtype, scale, scale)
-    stored = (rows, int8), (rows[..., :-8].contiguous(), fp8), (halves, int4)
+    stored = (rows, int8), (rows[..., :-8].contiguous(), fp8)
     few_bits = [([one] * LAYERS, format) for one, format in stored] if quantised else []
     for own, format in [(caches, None), *few_bits]:
         append_to_pages(keys, keys, own[0], tokens, one, format)
@@ -259,10 +229,7 @@ if __name__ == "__main__":
     dtype, head_dim, kv_heads, group, capability, what = sys.argv[1:]
     of_model = getattr(torch, dtype), int(head_dim), int(kv_heads), int(group)
     # Over quantised pages for the least of these GPUs alone: for all it would take as long as the rest.
-    if what == "packed":
-        every, what = [over_packed_pages(*of_model, long, PACKED[capability]) for long in LENGTHS], "all"
-    else:
-        every = [launched(*of_model, long, quantised=capability == "80") for long in LENGTHS]
+    every = [launched(*of_model, long, quantised=capability == "80") for long in LENGTHS]
     programs, *others = (list(distinct(launches, what)) for launches in every)
     known = {made.hash() for made, _ in programs}
     for made in (made for other in others for made, _ in other if made.hash() not in known):

@@ -14,39 +14,19 @@ from tests.kernels.few_bits import matrix
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The types of numbers of 8 bits, by name."""
-INT4 = "int4"
-"""Numbers of 4 bits."""
 
 
 def format_of(kind: str, head_dim: int, dtype: torch.dtype, scales: tuple[float, float] | None = None) -> PageFormat:
     """A format; with the two scales of a layer, or with a scale for each row."""
-    if kind in MIXINGS:
-        numbers = torch.uint8 if kind == INT4 else torch.int8
-        return PageFormat(numbers, head_dim, dtype, mixing=MIXINGS[kind](head_dim))
+    if kind == "int8":
+        return PageFormat(torch.int8, head_dim, dtype, mixing=mixing_of(head_dim))
     factors = () if scales is None else (torch.tensor(scale) for scale in scales)
     return PageFormat(KINDS[kind], head_dim, dtype, *factors)
 
 
 def mixing_of(head_dim: int) -> Mixing:
-    """A matrix like vLLM's, with other signs: Hadamard's, or several on the diagonal if the size is no power of two."""
-    size = head_dim & -head_dim
-    signs = torch.randint(2, (size,), generator=torch.Generator().manual_seed(8))
-    matrix = torch.zeros(head_dim, head_dim)
-    for row in range(head_dim):
-        for column in range(row // size * size, (row // size + 1) * size):
-            parity = ((row & column) % size).bit_count() + int(signs[row % size])
-            matrix[row, column] = -1.0 if parity % 2 else 1.0
-    return Mixing(matrix, matrix.T / size)
-
-
-def mixing_of_stores(head_dim: int) -> Mixing:
     """The matrix of rows in 8 bits, by its formula."""
-    whole = matrix(head_dim).float()
-    return Mixing(whole.T, whole)
-
-
-MIXINGS = {"int8": mixing_of_stores, INT4: mixing_of}
-"""The matrices of kinds whose rows are mixed."""
+    return Mixing(matrix(head_dim).float())
 
 
 def number_of(byte: int, kind: str) -> float:
@@ -73,40 +53,25 @@ _NUMBERS = {kind: torch.tensor([number_of(byte, kind) for byte in range(256)]) f
 def meant(rows: Tensor, kind: str, head_dim: int, scale: float | None = None) -> Tensor:
     """What rows stand for, in float64."""
     flat = rows.contiguous().view(torch.uint8).reshape(-1, rows.shape[-1])
-    if kind == INT4:
-        return _unmixed(_halves(flat, head_dim), INT4).view(*rows.shape[:-1], head_dim)
     numbers = _NUMBERS[kind][flat[:, :head_dim].long()].double()
     if scale is None:
         own = [struct.unpack("f", bytes(row))[0] for row in flat[:, head_dim:].tolist()]
         numbers *= torch.tensor(own, dtype=torch.float64)[:, None]
     else:
         numbers *= float(torch.tensor(scale))  # which is a float32
-    return (_unmixed(numbers, kind) if kind in MIXINGS else numbers).view(*rows.shape[:-1], head_dim)
+    return (_unmixed(numbers) if kind == "int8" else numbers).view(*rows.shape[:-1], head_dim)
 
 
-def _unmixed(rows: Tensor, kind: str) -> Tensor:
+def _unmixed(rows: Tensor) -> Tensor:
     """What mixed rows stand for, number after number, so that a row means the same wherever it is."""
-    unmix, read = MIXINGS[kind](rows.shape[1]).unmix.double(), torch.zeros_like(rows)
+    unmix, read = mixing_of(rows.shape[1]).matrix.double(), torch.zeros_like(rows)
     for i, column in enumerate(rows.T):
         read += column[:, None] * unmix[i]
     return read
 
 
-def _halves(rows: Tensor, head_dim: int) -> Tensor:
-    """The numbers of rows of 4 bits: the first of a byte is its lower half, and the scale hides the zero."""
-    bits = [struct.unpack("I", bytes(row))[0] for row in rows[:, head_dim // 2 :].tolist()]
-    zero = torch.tensor([each % 16 for each in bits])
-    scale = torch.tensor([struct.unpack("f", struct.pack("I", each - each % 16))[0] for each in bits]).double()
-    numbers = [(rows[:, i // 2].long() // (16 if i % 2 else 1) % 16 - zero) * scale for i in range(head_dim)]
-    return torch.stack(numbers, -1)
-
-
 def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: torch.Generator) -> Tensor:
     """Rows of any finite numbers; scales are about one over the largest."""
-    if kind == INT4:
-        numbers = torch.randint(256, (*places, head_dim // 2), generator=draw).byte()
-        scales = (torch.rand(*places, 1, generator=draw) + 0.5) / 15  # whose lowest bits are any number
-        return torch.cat([numbers, scales.view(torch.uint8)], -1)
     finite = _NUMBERS[kind].isfinite().nonzero()[:, 0]
     rows = finite[torch.randint(len(finite), (*places, head_dim), generator=draw)].byte()
     if not own_scales:
@@ -115,7 +80,7 @@ def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: 
     return torch.cat([rows, scales.view(torch.uint8)], -1)
 
 
-ALL_FORMATS = [("int8", None), ("fp8", None), ("fp8", (0.01, 0.02)), ("fp8_e5m2", (1e-4, 5e-5)), (INT4, None)]
+ALL_FORMATS = [("int8", None), ("fp8", None), ("fp8", (0.01, 0.02)), ("fp8_e5m2", (1e-4, 5e-5))]
 """Kinds of numbers, and the scales of a layer's keys and values; None where each row has its own."""
 
 

@@ -13,9 +13,7 @@ from tests.posing import LAUNCHED
 
 pytestmark = pytest.mark.full
 
-OVER_PACKED = {"_attend_pages", "_copy_to_pages", "_paged_lse", "_add_in_pages"}
-KERNELS = {name for names in LAUNCHED.values() for name in names} - {"_copy_to_pages"}
-"""Those that are launched where pages are not packed."""
+KERNELS = {name for names in LAUNCHED.values() for name in names}
 LLAMA, WIDEST = ("bfloat16", "128", "8", "4"), ("float32", "256", "8", "8")
 """Type, numbers of a head, KV heads, and query heads of each."""
 
@@ -32,11 +30,6 @@ LLAMA, WIDEST = ("bfloat16", "128", "8", "4"), ("float32", "256", "8", "8")
 )
 def test_what_is_launched_fits_a_gpu(model: tuple[str, ...], capability: int, most: int, variants: str) -> None:
     assert checked(launches(model, capability, variants), most) == KERNELS
-
-
-@pytest.mark.parametrize(("capability", "most"), [(80, 99), (90, 227), (100, 227)])
-def test_what_is_launched_over_packed_pages_fits_a_gpu(capability: int, most: int) -> None:
-    assert checked(launches(LLAMA, capability, "packed"), most) >= OVER_PACKED
 
 
 def checked(printed: list[str], most: int) -> set[str]:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from keepset.kernels.mixing import mixing, mixing_of_stores
+from keepset.kernels.mixing import mixing, mixing_of
 from tests.kernels.few_bits import matrix
 from tests.kernels.test_attention import ROUNDING, seeded
 
@@ -29,7 +29,7 @@ def test_the_matrix_is_orthogonal_and_never_changes(size: int) -> None:
 @pytest.mark.parametrize("size", [6, 80, 160])
 def test_rows_anywhere(implementation: str, size: int, dtype: torch.dtype) -> None:
     """As models make them token by token, in one row, of any number of axes, none, and with numbers apart."""
-    draw, spread = seeded(1), mixing_of_stores(size, CPU)
+    draw, spread = seeded(1), mixing_of(size, CPU)
     by_token = torch.randn(2, 9, 3, size, generator=draw).to(dtype)
     every = [by_token, by_token.transpose(1, 2), by_token[0, 0, 1], by_token[:, :0], by_token[None, :, None]]
     every.append(torch.randn(size, 40, generator=draw).to(dtype).T)
@@ -53,6 +53,6 @@ def test_rows_anywhere(implementation: str, size: int, dtype: torch.dtype) -> No
 def test_what_is_no_number_spoils_its_own_row_only(implementation: str, strange: float) -> None:
     rows = torch.ones(40, 16)
     rows[3, 5] = strange
-    mixed = mixing_of_stores(16, CPU).mixed(rows)
+    mixed = mixing_of(16, CPU).mixed(rows)
     assert not mixed[3].isfinite().any()
     assert mixed[[0, 2, 4, 39]].isfinite().all()

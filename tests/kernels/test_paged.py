@@ -15,12 +15,10 @@ from torch import Tensor
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged import append_stored, append_to_pages, follow_layouts, paged_attention, shift_step
+from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.softmax import Softmax
-from tests.kernels.packed import KINDS as PACKED
-from tests.kernels.packed import Packed
-from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
+from tests.kernels.quantised import ALL_FORMATS, quantised
 from tests.kernels.test_attention import TOLERANCE, attention_of, seeded
 from tests.paged.allocator import Row
 from tests.tiers import FULL
@@ -142,23 +140,19 @@ def expected(
 
 def stored_as(
     case: Case, kind: str, scales: tuple[float, float] | None, dtype: torch.dtype, draw: torch.Generator
-) -> tuple[list[Any], Any]:
-    """Caches of other entries in a quantised or packed format, and the format; the case holds what they stand for."""
-    if kind in PACKED:
-        packed = Packed.like(case.caches, kind, dtype, draw)
-        case.caches = packed.caches
-        return packed.parts, packed.format
+) -> tuple[list[Tensor], PageFormat]:
+    """Caches of other entries in a quantised format, and the format; the case holds what they stand for."""
     stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, draw)
     return stored, replace(how, dtype=dtype)
 
 
-def new_places(case: Case, tokens: PagedTokens) -> Iterator[tuple[int, int, int, tuple[int, int, int]]]:
-    """For each new token and KV head its index, its place in the step, the head, and block, head and offset of it."""
+def new_places(case: Case, tokens: PagedTokens) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
+    """For each new token and KV head its place in the step, the head, and block, head and offset of it."""
     blocks, kv_heads, size, _ = case.caches[0].shape
-    for index, (place, row, length) in enumerate(numbered(tokens)):
+    for place, row, length in numbered(tokens):
         for head in range(kv_heads) if length else ():
             ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
-            yield index, place, head, at(slot, size, kv_heads, blocks)[1:]
+            yield place, head, at(slot, size, kv_heads, blocks)[1:]
 
 
 SHAPES = [
@@ -238,7 +232,7 @@ def test_attention_over_latents_is_that_of_every_entry(
 
 @pytest.mark.few
 @pytest.mark.cross
-@pytest.mark.parametrize(("kind", "scales"), [*ALL_FORMATS, *((kind, None) for kind in PACKED)])
+@pytest.mark.parametrize(("kind", "scales"), ALL_FORMATS)
 @pytest.mark.parametrize("shape", [(2, 3, 16, 80, torch.float32), (1, 8, 32, 128, BF16), (3, 1, 16, 64, BF16)])
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("biased", [True, False])
@@ -246,30 +240,8 @@ def test_attention_over_quantised_pages_is_that_of_what_they_stand_for(
     implementation: str, shape: Shape, kind: str, scales: tuple[float, float] | None, listed: bool, biased: bool
 ) -> None:
     kv_heads, group, size, dim, dtype = shape
-    if kind.endswith("swizzled") and dim % 64:
-        dim = 64
     softmax = softmax_of(shape, capped=biased)
     check_attention((kv_heads, group, size, dim, dtype), listed, biased, softmax, (kind, scales))
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("kind", [kind for kind in PACKED if kind not in ("k4v4", "k3v4")])
-@pytest.mark.parametrize("listed", [True, False])
-def test_new_packed_entries_are_where_an_allocator_puts_them(implementation: str, kind: str, listed: bool) -> None:
-    """Byte by byte out of a cache like the layer's, and nothing else changes; of padding tokens nothing is written."""
-    kv_heads, size, dim, new = 3, 16, 64, [1, 18, 1, 1, 0, 2]
-    case = Case.draw(LENGTHS, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, torch.float32)
-    tokens = case.tokens(listed)
-    if not listed:
-        tokens = tokens._replace(slots=torch.tensor([5, 5, 5, -1, 5, 5]))
-    packed, number = Packed.like(case.caches, kind, torch.float32, seeded(2)), len(tokens.lengths)
-    fresh = Packed.like([torch.zeros(-(-number // size), kv_heads, size, 2 * dim)], kind, torch.float32, seeded(5))
-    right, source = packed.memory[1].clone(), fresh.memory[0]
-    for index, _, head, place in new_places(case, tokens):
-        if tokens.slots is None or index != 3:
-            right[packed.where(*place)] = source[fresh.where(index // size, head, index % size)]
-    append_stored(fresh.parts[0], packed.parts[1], tokens, case.layout)
-    assert torch.equal(packed.memory[1], right)
 
 
 @pytest.mark.few
@@ -280,7 +252,7 @@ def test_new_entries_are_quantised_where_they_are_written(
     implementation: str, kind: str, scales: tuple[float, float] | None, dtype: torch.dtype
 ) -> None:
     """Bit for bit as `PageFormat` does it; numbers are of all sizes, and some are none."""
-    kv_heads, size, dim = 3, 16, 24 if kind == INT4 else 20
+    kv_heads, size, dim = 3, 16, 20
     case = Case.draw(LENGTHS, [min(length, 1) for length in LENGTHS], kv_heads, size, dim, torch.float32)
     stored, _, how = quantised(case.caches, kind, scales, dtype, seeded(2))
     keys, values = (torch.randn(len(LENGTHS), kv_heads, dim, generator=seeded(seed)) for seed in (3, 4))
@@ -291,7 +263,7 @@ def test_new_entries_are_quantised_where_they_are_written(
     right = cache.clone()
     rows = torch.cat([part.view(cache.dtype) for part in how.encode_entries(keys, values)], -1)
     tokens = case.tokens(False)
-    for _, token, head, place in new_places(case, tokens):
+    for token, head, place in new_places(case, tokens):
         right[place] = rows[token, head]
     append_to_pages(keys, values, cache, tokens, case.layout, how)
     assert_same_rows(cache, right, how)
@@ -301,7 +273,7 @@ def assert_same_rows(rows: Tensor, others: Tensor, how: PageFormat) -> None:
     """All bits are the same, but where what is read is NaN."""
     for part, other in zip(rows.chunk(2, -1), others.chunk(2, -1), strict=True):
         scale = how.key_scale
-        read, right = how.decode_keys(part, scale), how.decode_keys(other, scale)
+        read, right = how.decode(part, scale), how.decode(other, scale)
         assert torch.equal(read.isnan(), right.isnan())
         number = ~right.isnan().any(-1)
         assert number.any() and torch.equal(part[number], other[number])
@@ -316,7 +288,7 @@ def test_new_entries_are_where_an_allocator_puts_them(implementation: str, shape
     keys, values = torch.randn(count, 2 * kv_heads, dim, generator=seeded(1)).to(dtype).chunk(2, 1)
     cache = case.caches[1]
     right = cache.clone()
-    for _, token, head, place in new_places(case, tokens):
+    for token, head, place in new_places(case, tokens):
         right[place] = torch.cat((keys[token, head], values[token, head]))
     append_to_pages(keys, values, cache, tokens, case.layout)
     assert not torch.equal(cache.nan_to_num(), torch.zeros_like(cache))

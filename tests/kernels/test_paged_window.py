@@ -14,8 +14,7 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.softmax import GroupReduction, Softmax
-from tests.kernels.packed import KINDS as PACKED
-from tests.kernels.quantised import ALL_FORMATS, INT4
+from tests.kernels.quantised import ALL_FORMATS
 from tests.kernels.test_attention import seeded
 from tests.kernels.test_paged import Case, _slots, at, stored_as
 from tests.kernels.test_window import TOLERANCE
@@ -128,12 +127,12 @@ def test_sums(
 
 @pytest.mark.few
 @pytest.mark.cross
-@pytest.mark.parametrize(("kind", "scales"), [*ALL_FORMATS, *((kind, None) for kind in PACKED)])
+@pytest.mark.parametrize(("kind", "scales"), ALL_FORMATS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sums_over_quantised_pages(
     implementation: str, dtype: torch.dtype, kind: str, scales: tuple[float, float] | None
 ) -> None:
-    kv_heads, size, dim, group = 2, 4, 64 if kind in PACKED else 24 if kind == INT4 else 12, 3
+    kv_heads, size, dim, group = 2, 4, 12, 3
     case, draw, rows = Case.draw(LENGTHS, NEW, kv_heads, size, dim, torch.float32), seeded(4), len(LENGTHS)
     stored, how = stored_as(case, kind, scales, dtype, draw)
     rings = torch.randn(1, rows, 3, kv_heads * group, dim, generator=draw).to(dtype)

@@ -15,14 +15,13 @@ from torch.utils._pytree import tree_leaves
 from keepset import Recipe
 from keepset.core.rope import RotaryTable
 from keepset.kernels import page_entries
-from keepset.kernels.entry_parts import EntryParts, pages_of
-from keepset.kernels.page_format import RowFormat
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.softmax import Softmax
 from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize, QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.pages import ScatteredPages, StridedPages
+from keepset.paged.pages import StridedPages
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch
@@ -54,15 +53,15 @@ def planner_of(
 
 def layer_group(
     recipe: str,
-    caches: Sequence[Tensor] | Sequence[EntryParts],
+    caches: Sequence[Tensor],
     group: int,
-    formats: Sequence[RowFormat] = (),
+    formats: Sequence[PageFormat] = (),
     rotary: RotaryTable | None = None,
     projections: Sequence[QueryProjection] = (),
 ) -> LayerGroup:
     """Layers with these caches `[blocks, kv_heads, size, width]`, with so many query heads to a KV head."""
     page_entries._table.cache_clear()  # of caches that lay there before
-    first = pages_of(caches[0])
+    first = caches[0]
     blocks, kv_heads, size, width = first.shape
     dtype, head_dim = (formats[0].dtype, formats[0].head_dim) if formats else (first.dtype, width // 2)
     planner = planner_of(
@@ -71,8 +70,7 @@ def layer_group(
     shape = len(caches), slots_for(REQUESTS), kv_heads * group, head_dim
     ring = QueryRing(planner.recording, *shape, dtype, first.device)
     how = formats or [None] * len(caches)
-    kind: Any = ScatteredPages if isinstance(caches[0], EntryParts) else StridedPages
-    pages = [partial(kind, caches, place, one) for place, one in enumerate(how)]
+    pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
     return LayerGroup(planner, pages, ring, Softmax(head_dim**-0.5), rotary, projections)
 
 

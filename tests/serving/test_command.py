@@ -15,7 +15,7 @@ from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.serving.command import command, default_for, has_option, name_statistics, split
-from keepset.serving.start_checks import bits_hint, block_size_hint, check_installed, check_options
+from keepset.serving.start_checks import block_size_hint, check_installed, check_options
 from keepset.vllm.recipe_support import objections
 
 RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
@@ -224,24 +224,6 @@ def test_small_budgets_want_small_blocks(
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     assert block_size_hint(Recipe.parse(recipe), options) is None
     assert block_size_hint(None, options) is None
-
-
-@pytest.mark.parametrize(
-    ("recipe", "said"),
-    [
-        ("quantized(knorm, bytes=0.05)", False),
-        ("quantized(knorm, bits=4, bytes=0.05)", True),
-        ("quantized(knorm, bits=4, bytes=0.5)", True),
-        ("quantized(knorm, bits=8, bytes=0.05)", False),
-        ("quantized(knorm, bytes=0.5)", False),
-        ("knorm(bytes=0.05)", False),
-    ],
-)
-def test_pages_of_4_bits_are_advised_against(recipe: str, said: bool) -> None:
-    sentence = bits_hint(Recipe.parse(recipe))
-    assert (sentence is not None) == said
-    assert sentence is None or ("write bits=8" in sentence and "\n" not in sentence)
-    assert bits_hint(None) is None
 
 
 def plugins(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:

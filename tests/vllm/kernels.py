@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.ops.int4_per_token_head import single_rht
-
-from tests.vllm import turboquant
 
 
 def attend(
@@ -41,7 +38,7 @@ def attend(
     group, size = q.shape[1] // k.shape[2], k.shape[1]
     if rest.get("k_scale_cache") is not None:  # behind each row lies its scale
         scales = rest["k_scale_cache"], rest["v_scale_cache"]
-        k, v = (_read_rows(part, scale, q.shape[2]) for part, scale in zip((k, v), scales, strict=True))
+        k, v = (part[..., : q.shape[2]].float() * scale[..., None] for part, scale in zip((k, v), scales, strict=True))
     for row, (first, last) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False)):
         have, new = int(seqused_k[row]), last - first
         if not new:
@@ -52,15 +49,6 @@ def attend(
         hidden = torch.arange(have)[None] > torch.arange(have - new, have)[:, None]
         weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
         out[first:last] = torch.einsum("hqk,khd->qhd", weights, values)
-
-
-def _read_rows(cache: Tensor, scales: Tensor, dim: int) -> Tensor:
-    """What rows with scales of their own stand for; those of half as many bytes as numbers are mixed."""
-    if cache.shape[-1] > dim:
-        return cache[..., :dim].float() * scales[..., None]
-    bits = scales.contiguous().view(torch.int32)[..., None]
-    halves = torch.stack([cache[..., : dim // 2] % 16, cache[..., : dim // 2] // 16], -1).flatten(-2)
-    return single_rht((halves.float() - bits % 16) * (bits - bits % 16).view(torch.float32), inverse=True) / dim
 
 
 def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, *_: Any) -> None:
@@ -110,20 +98,10 @@ def write_rows(
     slots: Tensor,
     **_: Any,
 ) -> None:
-    """New entries to their slots, as whole numbers of 8 or 4 bits, each key and value with a scale of its own."""
+    """New entries to their slots, as whole numbers of 8 bits, each key and value with a scale of its own."""
     real = (slots >= 0).nonzero()[:, 0]
     block, offset, dim = slots[real] // key_cache.shape[1], slots[real] % key_cache.shape[1], key.shape[2]
     for numbers, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
-        if cache.shape[-1] < dim:
-            mixed = single_rht(numbers[real])
-            least, largest = mixed.amin(-1), mixed.amax(-1)
-            step = ((largest - least) / 15).clamp(min=1e-6)
-            zero = (-least / step + 0.5).floor().clamp(0, 15)
-            levels = (mixed * (1 / step)[..., None] + zero[..., None] + 0.5).floor().clamp(0, 15)
-            cache[block, offset, :, : dim // 2] = (levels[..., 0::2] + 16 * levels[..., 1::2]).to(cache.dtype)
-            bits = step.view(torch.int32)
-            scales[block, offset] = (bits - bits % 16 + zero.int()).view(torch.float32)
-            continue
         step = (numbers[real].abs().amax(-1) / 127).clamp(min=1e-6)
         steps = numbers[real] * (1 / step)[..., None]
         cache[block, offset, :, :dim] = ((steps.abs() + 0.5).floor() * steps.sign()).to(cache.dtype)
@@ -228,10 +206,8 @@ def use(backend: str) -> None:
     from vllm.v1.attention.backends import flash_attn, triton_attn
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    def chosen(cls: Any, *_: Any, attn_selector_config: Any, **__: Any) -> str:
-        # Layers whose cache is whole beside others whose cache is TurboQuant's.
-        whole = backend == "TURBOQUANT" and attn_selector_config.kv_cache_dtype == "auto"
-        return AttentionBackendEnum["FLASH_ATTN" if whole else backend].get_path()
+    def chosen(cls: Any, *_: Any, **__: Any) -> str:
+        return AttentionBackendEnum[backend].get_path()
 
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
     if backend == "FLASHINFER":
@@ -245,8 +221,6 @@ def use(backend: str) -> None:
         triton_mla._compute_num_kv_splits = lambda *_: 1
         _custom_ops.concat_and_cache_mla = write_latents
         return
-    if backend == "TURBOQUANT":
-        turboquant.use(attend)
     flash_attn.get_flash_attn_version = lambda *_, **__: 3
     flash_attn.get_scheduler_metadata = schedule
     flash_attn._FA4_DENSE_ATTENTION_KERNEL = attend

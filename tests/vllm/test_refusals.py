@@ -89,11 +89,11 @@ def several(*parts: tuple[str | None, str]) -> Any:
     return connector(None, "MultiConnector", kv_connector_extra_config={"connectors": inside})
 
 
-PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "int8_per_token_head", "int4_per_token_head")
+PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "int8_per_token_head")
 """How a message ends that tells what to write."""
 
 UNIFORM, RAGGED, INT8 = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)", "int8(adakv(snapkv), keep=96)"
-INT4 = "quantized(snapkv, bytes=0.05)"
+QUANTIZED = "quantized(snapkv, bytes=0.05)"
 GIVE_CARRIER = (
     "how much it keeps depends on the data, so a KV connector must tell the scheduler; none is given. Write "
     "LLM(model, **keepset.vllm.engine_args('"
@@ -105,7 +105,6 @@ SERVED = {
     "kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"]),
 }
 """A configuration for counts that come from the data."""
-PACKED = {"cache_config__cache_dtype": "turboquant_4bit_nc", "cache_config__kv_cache_dtype_skip_layers": ["0", "1"]}
 CONTEXTS: dict[str, Any] = {
     "additional_config": {"keepset_contexts": str(Path(__file__).parent)},
     "kv_transfer_config": connector(CONTEXT_CONNECTOR["kv_connector_module_path"], "ContextConnector"),
@@ -175,26 +174,14 @@ REFUSED = [
     (UNIFORM, {"parallel_config__prefill_context_parallel_size": 2}, "context parallelism divides a request's entries"),
     (UNIFORM, {"parallel_config__use_ubatching": True}, "micro-batch overlap runs two batches at once"),
     (UNIFORM, {"parallel_config__enable_dbo": True}, "micro-batch overlap runs two batches at once"),
-    (
-        UNIFORM,
-        {"cache_config__cache_dtype": "ultraquant_4bit"},
-        "it cannot read a KV cache of kind ultraquant_4bit; use kv_cac",
-    ),
     *(
-        (recipe, SERVED | PACKED | changes, reason)
-        for recipe, changes, reason in (
-            (UNIFORM, CONTEXTS, "contexts need layers of one kind, and with kind turboquant_4bit_nc vLLM k"),
-            *(
-                (recipe, {}, "layers that vLLM keeps in 16 bits share block tables with those of kind")
-                for recipe in ("pyramid(snapkv, keep=128)", "pool(snapkv, keep=0.25)")
-            ),
-            (UNIFORM, {"speculative_config": NGRAM}, "speculative decoding is not served with a KV cache of kind turb"),
-            (
-                UNIFORM,
-                {"kv_transfer_config": connector(BESIDE_MODULE, OFFLOADING)},
-                "other KV connectors are not served with a KV cache of kind turboquant_4bit_nc; leave them out",
-            ),
+        (
+            UNIFORM,
+            {"cache_config__cache_dtype": kind},
+            f"it serves KV caches of kind fp8, of kind int8_per_token_head and of 16 bits, not of kind {kind}; set "
+            "kv_cache_dtype (--kv-cache-dtype) to fp8 or int8_per_token_head, or leave it out.",
         )
+        for kind in ("int4_per_token_head", "nvfp4", "nvfp4_4over6", "turboquant_k8v4", "turboquant_3bit_nc")
     ),
     (
         UNIFORM,
@@ -255,7 +242,7 @@ REFUSED = [
     (
         "quantized(snapkv, bits=4, keep=96)",
         {"cache_config__cache_dtype": "int8_per_token_head"},
-        "it stores entries in 4 bits, and the KV cache is of kind int8_per_token_head. Write LLM(model",
+        "it stores entries in 4 bits, and vLLM's pages hold 8 or 16; write bits=8.",
     ),
     ("int8(snapkv, keep=96)", {"cache_config__cache_dtype": "fp8_per_token_head"}, "it stores entries in 8 bits, and"),
     ("compilerkv(elastic=True, keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
@@ -279,7 +266,9 @@ def test_all_that_is_missing_is_said_at_once() -> None:
     assert message.endswith(f"start vllm serve MODEL with {serve_options('gvote')}")
 
 
-@pytest.mark.parametrize("recipe", [UNIFORM, RAGGED, "mass", "pyramid(snapkv, keep=128)", "gvote", INT8, INT4, None])
+@pytest.mark.parametrize(
+    "recipe", [UNIFORM, RAGGED, "mass", "pyramid(snapkv, keep=128)", "gvote", INT8, QUANTIZED, None]
+)
 @pytest.mark.parametrize("shares", [False, True])
 def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: bool, tmp_path: Path) -> None:
     contexts = tmp_path if shares else None
@@ -306,15 +295,15 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         validation.check(made, recipe_of(made))
 
 
-@pytest.mark.parametrize(("written", "bits"), [("", 8), ("bits=8, ", 8), ("bits=4, ", 4)])
-def test_a_server_has_8_bits_unless_4_are_asked_for(written: str, bits: int) -> None:
+@pytest.mark.parametrize(("written", "elsewhere"), [("", 4), ("bits=8, ", 8)])
+def test_a_server_has_8_bits(written: str, elsewhere: int) -> None:
     recipe = f"quantized(knorm, {written}bytes=0.05)"
     args = engine_args(recipe)
-    assert args["kv_cache_dtype"] == f"int{bits}_per_token_head"
+    assert args["kv_cache_dtype"] == "int8_per_token_head"
     executed = recipe_of(config(additional_config=args["additional_config"]))
-    assert executed is not None and executed.method.traits.key_bits == bits
+    assert executed is not None and executed.method.traits.key_bits == 8
     assert executed == recipe_of(config(additional_config={"keepset": str(executed)}))
-    assert Recipe.parse(recipe).method.traits.key_bits == (8 if bits == 8 and written else 4)  # under transformers
+    assert Recipe.parse(recipe).method.traits.key_bits == elsewhere  # under transformers
 
 
 @pytest.mark.parametrize(
@@ -329,12 +318,7 @@ def test_a_server_has_8_bits_unless_4_are_asked_for(written: str, bits: int) -> 
         ("match(snapkv, biases=False, keep=0.25)", {"cache_config__cache_dtype": "fp8_e4m3"}),
         ("int8(match(adakv(snapkv)), keep=96)", {"cache_config__cache_dtype": "int8_per_token_head"}),
         (UNIFORM, {"cache_config__cache_dtype": "fp8_per_token_head"}),
-        (RAGGED, PACKED),
-        ("match(snapkv, keep=96)", PACKED),
-        ("pool(snapkv, keep=96)", SERVED | {"cache_config__cache_dtype": "nvfp4"}),
-        (UNIFORM, CONTEXTS | {"cache_config__cache_dtype": "nvfp4"}),
         ("quantized(adakv(snapkv), bytes=0.05)", {"cache_config__cache_dtype": "int8_per_token_head"}),
-        ("quantized(adakv(snapkv), bits=4, bytes=0.05)", {"cache_config__cache_dtype": "int4_per_token_head"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
         ("mass", SERVED),
         ("pool(snapkv, keep=96, every=64)", SERVED),
@@ -376,8 +360,7 @@ SPECS = [
     ("FullAttentionSpec", ROWS | {"state_content_bytes": 128}, PACKED),  # which has no room for scales
     ("FullAttentionSpec", ROWS | {"dtype": torch.uint8}, PACKED),
     ("FullAttentionSpec", ROWS | {"state_content_bytes": 140, "head_size": 66}, PACKED),  # scales lie off their places
-    ("FullAttentionSpec", HALVES | {"state_content_bytes": 136}, PACKED),
-    ("FullAttentionSpec", HALVES | {"state_content_bytes": 76, "head_size": 68}, PACKED),
+    ("FullAttentionSpec", HALVES, PACKED),
 ]
 
 
@@ -396,11 +379,10 @@ def test_a_cache_that_is_served() -> None:
         assert validation.check_spec(spec) is spec
     latents = specs.MLAAttentionSpec(**FULL | {"num_kv_heads": 1})
     assert validation.check_spec(latents) is latents
-    contents = {"INT8_PER_TOKEN_HEAD": 136, "FP8_PER_TOKEN_HEAD": 136, "INT4_PER_TOKEN_HEAD": 72}
-    for mode, content in contents.items():
+    for mode in ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"):
         dtype = torch.int8 if mode.startswith("INT8") else torch.uint8
         spec = specs.FullAttentionSpec(**FULL | {"kv_quant_mode": specs.KVQuantMode[mode], "dtype": dtype})
-        assert validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes == content
+        assert validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes == 136
         assert formats.as_on_gpus(spec) == triton.TritonAttentionBackend.customize_spec(spec)
 
 
@@ -468,7 +450,7 @@ def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(compat.changed(mixed=True, latents=True, turboquant=True)) == []
+    assert list(compat.changed(latents=True)) == []
     monkeypatch.setattr("keepset.vllm.compat.BORROWED", borrowed)
     said = refused(UNIFORM)
     assert f"{next(iter(borrowed))} of vLLM" in said and "differs from the tested one; install " in said

@@ -1,70 +1,30 @@
 """Quantised rows inside kernels: loading their numbers as floats, and storing floats as rows.
 
 `FORMAT` is the kind of the stored numbers (`kind_of`); with `OWN_SCALES` each row has its scale right behind them.
-8-bit floats are decoded bit by bit, so that GPUs without such a type can read and write them. Two 4-bit numbers share a
-byte, and the lowest bits of the row's scale are the number that stands for zero. Mixed rows stay mixed.
-
-If keys and values are stored differently, or in several places, `PACKED` describes how (`packed_kind_of`); else it is
-None.
+8-bit floats are decoded bit by bit, so that GPUs without such a type can read and write them. Mixed rows stay mixed.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepset.kernels.entry_parts import EntryParts
-from keepset.kernels.packed_formats import LEAST_SQUARE, SHARE_SCALE, NVFP4Format, TurboQuantFormat
-from keepset.kernels.page_format import FOUR_BITS, PageFormat, RowFormat
+from keepset.kernels.page_format import PageFormat
 
-_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, FOUR_BITS: 4}
-_PACKED = 5
-_LEAST_SQUARE, _SHARE_SCALE = tl.constexpr(LEAST_SQUARE), tl.constexpr(SHARE_SCALE)
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 
 
-class PackedKind(NamedTuple):
-    """The kernels' description of a cache that stores keys and values differently, or in several places.
-
-    Attributes:
-        key_bits, value_bits: bits of a number.
-        unit_length, has_fp16_exponents: as in `TurboQuantFormat`.
-        to_scales, swizzled: as in `EntryParts`, for formats in which sixteen numbers share a scale.
-    """
-
-    key_bits: int
-    value_bits: int
-    unit_length: bool
-    has_fp16_exponents: bool
-    to_scales: int
-    swizzled: bool
-
-
-def packed_kind_of(cache: Tensor | EntryParts, format: RowFormat | None) -> PackedKind | None:
-    """Return `PACKED` for a cache; None if keys and values are stored in the same way."""
-    if isinstance(format, TurboQuantFormat):
-        bits = format.key_bits, format.value_bits
-        return PackedKind(*bits, format.unit_length, format.has_fp16_exponents, 0, False)
-    if isinstance(format, NVFP4Format) and isinstance(cache, EntryParts):
-        return PackedKind(4, 4, False, False, cache.to_scales, cache.swizzled)
-    return None
-
-
-def levels_of(format: RowFormat | None) -> Tensor | None:
-    """Return the table of numbers that a key's indices stand for, if the format has one."""
-    return format.centroids if isinstance(format, TurboQuantFormat) and format.key_bits < 8 else None
-
-
-def kind_of(format: RowFormat | None) -> dict[str, Any]:
+def kind_of(format: PageFormat | None) -> dict[str, Any]:
     """Return the kernels' constants for a layer's format; kind 0 is unquantised.
 
     The compiler detects by itself that 16 divides the strides of entries, but not that only 8 does (`EIGHT`).
     """
-    if not isinstance(format, PageFormat):
-        return {"FORMAT": 0 if format is None else _PACKED, "OWN_SCALES": False, "EIGHT": False}
+    if format is None:
+        return {"FORMAT": 0, "OWN_SCALES": False, "EIGHT": False}
     return {
         "FORMAT": _KINDS[format.numbers],
         "OWN_SCALES": format.has_row_scales,
@@ -72,14 +32,14 @@ def kind_of(format: RowFormat | None) -> dict[str, Any]:
     }
 
 
-def as_bytes(cache: Tensor, format: RowFormat | None) -> Tensor:
+def as_bytes(cache: Tensor, format: PageFormat | None) -> Tensor:
     """Return a cache as bytes if it is quantised."""
     return cache if format is None else cache.view(torch.uint8)
 
 
 @triton.jit
 def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
-    """Return numbers of rows: unquantised ones as they are, others in float32, without their scales and zeros.
+    """Return numbers of rows: unquantised ones as they are, others in float32, without their scales.
 
     Args:
         row: pointer to each row.
@@ -88,132 +48,31 @@ def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
     """
     if FORMAT == 0:
         numbers = tl.load(row + dims, mask=mask, other=0.0)
-    elif FORMAT == 4:
-        pair = tl.load(row + dims // 2, mask=mask, other=0).to(tl.int32)
-        numbers = ((pair >> (dims % 2 * 4)) & 15).to(tl.float32)
     else:
         bits = tl.load(row + dims, mask=mask, other=0)
         if FORMAT == 1:
             numbers = bits.to(tl.int8, bitcast=True).to(tl.float32)
         elif FORMAT == 2:
-            numbers = _small_floats(bits, False)
+            wide = bits.to(tl.uint16)
+            numbers = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
+            # The exponent's bias is 8 less than that of a 16-bit float, which therefore reads a 256th from these bits.
+            numbers = tl.where((wide & 127) == 127, float("nan"), numbers * 256.0)
         else:  # the upper half of a 16-bit float
             numbers = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     return numbers
 
 
 @triton.jit
-def _small_floats(bits, HAS_FP16_EXPONENTS: tl.constexpr):
-    """Return the numbers that 8-bit floats with 3 bits of mantissa stand for."""
-    wide = bits.to(tl.uint16)
-    numbers = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
-    if not HAS_FP16_EXPONENTS:
-        # The exponent's bias is 8 less than that of a 16-bit float, which therefore reads a 256th from these bits.
-        numbers = tl.where((wide & 127) == 127, float("nan"), numbers * 256.0)
-    return numbers
-
-
-@triton.jit
-def load_packed_keys(row, inside, dims, stored, levels, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr):
-    """Return keys in float32, `[dims, entries]`, without the layer's scale; mixed keys stay mixed.
-
-    Args:
-        row: pointer to the numbers of each key.
-        inside: distance in bytes from the numbers of the block's first key.
-        dims: which numbers.
-        stored: which keys to load; others are 0.
-        levels: the table of `levels_of`, if the format has one.
-    """
-    there = stored[None, :] & (dims < HEAD_DIM)[:, None]
-    if PACKED.to_scales > 0:
-        scale = (row + (inside // 8 - inside + PACKED.to_scales))[None, :] + (dims // _SHARE_SCALE)[:, None]
-        numbers = _four_bit_floats(row[None, :], dims[:, None], scale, there)
-    elif PACKED.key_bits == 8:
-        bits = tl.load(row[None, :] + dims[:, None], mask=there, other=0)
-        numbers = _small_floats(bits, PACKED.has_fp16_exponents)
-    else:
-        numbers = tl.load(levels + _codes(row[None, :], dims[:, None], there, PACKED.key_bits), mask=there, other=0.0)
-        length = _load_half(row + HEAD_DIM * PACKED.key_bits // 8, stored)
-        if PACKED.unit_length:
-            length *= tl.rsqrt(tl.sum(numbers * numbers, 0) + _LEAST_SQUARE)
-        numbers *= length[None, :]
-    return numbers
-
-
-@triton.jit
-def load_packed_values(row, inside, dims, stored, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr):
-    """Return values in float32, `[entries, dims]`; see `load_packed_keys`."""
-    there = stored[:, None] & (dims < HEAD_DIM)[None, :]
-    if PACKED.to_scales > 0:
-        scale, group = (row + (inside // 8 - inside + PACKED.to_scales))[:, None], (dims // _SHARE_SCALE)[None, :]
-        if PACKED.swizzled:  # an entry's scales are every fourth byte of those of four neighbours
-            width: tl.constexpr = HEAD_DIM // _SHARE_SCALE
-            entry = (inside // (HEAD_DIM // 2) % 4)[:, None]
-            scale += entry * (1 - width) + group // (width // 4) * width + group % (width // 4) * 4
-        else:
-            scale += group
-        numbers = _four_bit_floats(row[:, None], dims[None, :], scale, there)
-    else:
-        codes = _codes(row[:, None], dims[None, :], there, PACKED.value_bits)
-        end = row + HEAD_DIM * PACKED.value_bits // 8
-        step, least = _load_half(end, stored), _load_half(end + 2, stored)
-        numbers = tl.where(there, codes.to(tl.float32) * step[:, None] + least[:, None], 0.0)
-    return numbers
-
-
-@triton.jit
-def _codes(row, dims, mask, BITS: tl.constexpr):
-    """Return integers of 4 or 3 bits, which are packed from each byte's lowest bit on."""
-    if BITS == 4:
-        codes = (tl.load(row + dims // 2, mask=mask, other=0).to(tl.int32) >> (dims % 2 * 4)) & 15
-    else:
-        byte, shift = dims * BITS // 8, dims * BITS % 8
-        low = tl.load(row + byte, mask=mask, other=0).to(tl.int32)
-        high = tl.load(row + byte + 1, mask=mask, other=0).to(tl.int32)  # behind the last number other bytes follow
-        codes = ((low | (high << 8)) >> shift) & 7
-    return codes
-
-
-@triton.jit
-def _four_bit_floats(row, dims, scale, mask):
-    """Return 4-bit floats times their scales, which are loaded from `scale`."""
-    pair = tl.load(row + dims // 2, mask=mask, other=0).to(tl.uint16)
-    bits = pair >> (dims % 2 * 4).to(tl.uint16)
-    # The exponent's bias is 14 less than that of a 16-bit float.
-    half = ((bits & 8) << 12) | ((bits & 7) << 9)
-    numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-    return numbers * _small_floats(tl.load(scale, mask=mask, other=0), False)
-
-
-@triton.jit
-def _load_half(place, mask):
-    """Return 16-bit floats, which may begin at any byte."""
-    low, high = (tl.load(place, mask=mask, other=0).to(tl.uint16), tl.load(place + 1, mask=mask, other=0).to(tl.uint16))
-    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def load_scales(row, mask, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
+def load_scales(row, mask, HEAD_DIM: tl.constexpr):
     """Return the scales of rows that have their own; 0 for rows that are not loaded."""
-    if FORMAT == 4:
-        bits = tl.load((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), mask=mask, other=0)
-        scales = (bits & -16).to(tl.float32, bitcast=True)
-    else:
-        scales = tl.load((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
-    return scales
-
-
-@triton.jit
-def load_zeros(row, mask, HEAD_DIM: tl.constexpr):
-    """Return the 4-bit number that stands for zero in each row; 0 for rows that are not loaded."""
-    return (tl.load((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), mask=mask, other=0) & 15).to(tl.float32)
+    return tl.load((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
 
 
 @triton.jit
 def store_rows(
     row, rows, layer_scale, exists, dims, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr
 ):
-    """Write keys or values as `keepset.kernels.page_format.PageFormat.encode_keys` does; unquantised ones unchanged.
+    """Write keys or values as `keepset.kernels.page_format.PageFormat.encode` does; unquantised ones unchanged.
 
     Args:
         row: pointer to each row.
@@ -225,8 +84,6 @@ def store_rows(
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
     if FORMAT == 0:
         tl.store(row[:, None] + dims[None, :], rows, mask=mask)
-    elif FORMAT == 4:
-        _store_halves(row, rows.to(tl.float32), exists, dims, HEAD_DIM)
     else:
         rows, largest = rows.to(tl.float32), 127.0
         if FORMAT == 2:
@@ -250,25 +107,6 @@ def store_rows(
         else:
             bits = _eight_bits(steps, largest, 2, 15)
         tl.store(row[:, None] + dims[None, :], bits, mask=mask)
-
-
-@triton.jit
-def _store_halves(row, rows, exists, dims, HEAD_DIM: tl.constexpr):
-    """Write mixed rows in 4 bits."""
-    real = (dims < HEAD_DIM)[None, :]
-    spoilt = tl.min((rows - rows == 0.0).to(tl.int32), 1) == 0
-    rows = tl.where(spoilt[:, None], 0.0, rows)
-    least = tl.min(tl.where(real, rows, float("inf")), 1)
-    scale = tl.maximum((tl.max(tl.where(real, rows, float("-inf")), 1) - least) / 15.0, 1e-6)
-    zero = tl.minimum(tl.maximum(-least / scale + 0.5, 0.0), 15.0).to(tl.int32)
-    steps = rows * (1.0 / scale)[:, None] + zero.to(tl.float32)[:, None]
-    halves = tl.minimum(tl.maximum(steps + 0.5, 0.0), 15.0).to(tl.int32)
-    bits = tl.where(spoilt, float("nan"), scale).to(tl.int32, bitcast=True)
-    tl.store((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), (bits & -16) | zero, mask=exists)
-    pairs = tl.reshape(halves, [rows.shape[0], rows.shape[1] // 2, 2]) << (4 * tl.arange(0, 2))[None, None, :]
-    byte = tl.arange(0, rows.shape[1] // 2)
-    mask = exists[:, None] & (byte < HEAD_DIM // 2)[None, :]
-    tl.store(row[:, None] + byte[None, :], tl.sum(pairs, 2).to(tl.uint8), mask=mask)
 
 
 @triton.jit

@@ -10,23 +10,11 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.dispatch import DEVICE_BLOCK
-from keepset.kernels.entry_parts import pages_of, to_values
-from keepset.kernels.page_format import RowFormat
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
-from keepset.kernels.triton.page_format import (
-    as_bytes,
-    kind_of,
-    levels_of,
-    load_numbers,
-    load_packed_keys,
-    load_packed_values,
-    load_scales,
-    load_zeros,
-    packed_kind_of,
-    store_rows,
-)
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, store_rows
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, begun, capped, rows_of, streamed
 
 _SPLITS = 8, 64
@@ -41,16 +29,14 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
     The number of a head's parts depends on the number of tokens and `tokens.longest`; their length on the head's
     entries, which only the device knows.
     """
-    n, (_, query_heads, head_dim), packed = len(tokens.lengths), queries.shape, packed_kind_of(cache, format)
-    half, cache = to_values(cache), pages_of(cache)
-    _, heads, size, _ = cache.shape
+    n, (_, query_heads, head_dim) = len(tokens.lengths), queries.shape
+    _, heads, size, entry = cache.shape
     if not n:
         return
     group, kind = query_heads // heads, as_bytes(cache, format)
-    half, width = (half, head_dim) if value_dim is None else (0, value_dim)
+    half, width = (entry // 2, head_dim) if value_dim is None else (0, value_dim)
     head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, width))
-    # Fewer entries at a time if their numbers are decoded one by one, so that they fit a program's registers.
-    block = rows_of(head_block if packed is None else 2 * head_block, queries.dtype)
+    block = rows_of(head_block, queries.dtype)
     # Each block of a KV head's query heads reads its entries again.
     rows = max(16, min(triton.next_power_of_2(group), _MOST_NUMBERS // head_block))
     row_blocks = triton.cdiv(group, rows)
@@ -61,7 +47,7 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
         lse = torch.empty(splits, n, query_heads, device=queries.device)
     sinks = softmax.sinks
     _attend_pages[(n, heads * row_blocks, splits)](
-        queries, kind, addresses.on_device, *_scales(format), levels_of(format), bias, sinks,
+        queries, kind, addresses.on_device, *_scales(format), bias, sinks,
         *_places(tokens, layout), partial, lse, *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout),
         place, len(addresses.on_device), 0 if bias is None else bias.stride(0), softmax.scaling,
         softmax.softcap or 1.0, n * query_heads,
@@ -70,7 +56,7 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
         BLOCK=block, LEAST_PART=LEAST_PART,
         LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
         ALIGNED=addresses.aligned, HALF=half, CAPPED=softmax.softcap is not None,
-        SINKS=sinks is not None, PACKED=packed, **kind_of(format),
+        SINKS=sinks is not None, **kind_of(format),
     )  # fmt: skip
     if splits > 1:
         _merge_parts[(n * query_heads,)](
@@ -91,24 +77,6 @@ def append(keys, values, cache, tokens, layout, format) -> None:
         HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=triton.next_power_of_2(head_dim), SIZE=size, LISTED=tokens.rows is not None,
         GUARDED=tokens.slots is not None, HALF=cache.shape[3] // 2, **kind_of(format),
-    )  # fmt: skip
-
-
-def append_stored(new, cache, tokens, layout) -> None:
-    """Compute `keepset.kernels.paged.append_stored`."""
-    n, source, target = len(tokens.lengths), new.numbers, cache.numbers
-    _, heads, size, key_bytes = target.shape
-    if not n:
-        return
-    value_bytes, scale_bytes = (part.shape[4:].numel() for part in (cache.values[0], cache.keys[-1]))
-    scale_bytes = scale_bytes if cache.to_scales else 0
-    _copy_to_pages[(n,)](
-        source, target, tokens.slots, *_places(tokens, layout), *source.stride()[:3], *target.stride()[:3],
-        *_rows(tokens, layout), HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), SIZE=size,
-        KEY_BYTES=key_bytes, VALUE_BYTES=value_bytes, SCALE_BYTES=scale_bytes,
-        BLOCK=triton.next_power_of_2(max(key_bytes, value_bytes)), TO_VALUES=cache.to_values,
-        TO_SCALES=cache.to_scales, SWIZZLED=cache.swizzled, LISTED=tokens.rows is not None,
-        GUARDED=tokens.slots is not None,
     )  # fmt: skip
 
 
@@ -134,7 +102,7 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
     return max(1, min(worth, DEVICE_BLOCK // numbers))
 
 
-def _scales(format: RowFormat | None) -> tuple[Tensor | None, Tensor | None]:
+def _scales(format: PageFormat | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the layer's scales of keys and values; None if rows have their own."""
     return (None, None) if format is None else (format.key_scale, format.value_scale)
 
@@ -192,7 +160,7 @@ def _find(
     cache_block, cache_head, cache_entry, slot_layer,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to a head's entries, their distances from their blocks' first entries, and their slots."""
+    """Return pointers to a head's entries, and their slots."""
     page = entry // SIZE
     number = _number(page, kept, start, later, HEADS)
     index, holder = first_block + number // HEADS, page * 0 + layer
@@ -210,13 +178,13 @@ def _find(
     if EIGHT:
         at = tl.multiple_of(at, 8)
     slot = holder.to(tl.int64) * slot_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
-    return numbers + at, at - block * cache_block, slot
+    return numbers + at, slot
 
 
 @triton.jit(do_not_specialize=["layer", "outputs"])
 def _attend_pages(
-    queries, cache, caches, key_scale, value_scale, levels, bias, sinks, block_table, counts, event_lengths, firsts,
-    shares, places, rows, lengths, output, lse,
+    queries, cache, caches, key_scale, value_scale, bias, sinks, block_table, counts, event_lengths, firsts, shares,
+    places, rows, lengths, output, lse,
     query_token, query_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, cap, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
@@ -224,7 +192,7 @@ def _attend_pages(
     SIZE: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
     HALF: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    PACKED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Attend query heads of one token and KV head over one part.
 
@@ -261,19 +229,14 @@ def _attend_pages(
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         entry = offset + tl.arange(0, BLOCK)
         stored = entry < entries
-        numbers, inside, slot = _find(
+        numbers, slot = _find(
             entry, stored, cache, caches, table, kept, start, later, first_block, shared, layer, layers,
             cache_block, cache_head, cache_entry, bias_layer, HEADS, SIZE, ALIGNED, EIGHT,
         )  # fmt: skip
-        if PACKED is None:
-            k = load_numbers(numbers[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
-        else:
-            k = load_packed_keys(numbers, inside, dims, stored, levels, HEAD_DIM, PACKED)
-        if FORMAT == 4:
-            k -= load_zeros(numbers, stored, HEAD_DIM)[None, :]
+        k = load_numbers(numbers[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
         logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
         if OWN_SCALES:
-            logits *= load_scales(numbers, stored, HEAD_DIM, FORMAT)[None, :]
+            logits *= load_scales(numbers, stored, HEAD_DIM)[None, :]
         if CAPPED:
             logits = capped(logits, cap)
         if BIASED:
@@ -282,15 +245,10 @@ def _attend_pages(
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest, total, weights, shrink = streamed(largest, total, logits)
         numbers += HALF
-        if PACKED is None:
-            real = stored[:, None] & (value_dims < VALUE_DIM)[None, :]
-            v = load_numbers(numbers[:, None], value_dims[None, :], real, FORMAT)
-        else:
-            v = load_packed_values(numbers, inside, value_dims, stored, VALUE_DIM, PACKED)
-        if FORMAT == 4:
-            v -= load_zeros(numbers, stored, HEAD_DIM)[:, None]
+        real = stored[:, None] & (value_dims < VALUE_DIM)[None, :]
+        v = load_numbers(numbers[:, None], value_dims[None, :], real, FORMAT)
         if OWN_SCALES:
-            weights *= load_scales(numbers, stored, HEAD_DIM, FORMAT)[None, :]
+            weights *= load_scales(numbers, stored, HEAD_DIM)[None, :]
         v = v.to(q.dtype)
         attended = attended * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
     # A row that sees nothing gives zero; NaN stays NaN.
@@ -342,54 +300,6 @@ def _append_to_pages(
     store_rows(cache + at, k, key_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
     v = tl.load(values + place * value_token + head[:, None] * value_head + dims[None, :], mask=mask, other=0.0)
     store_rows(cache + at + HALF, v, value_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
-
-
-@triton.jit
-def _copy_to_pages(
-    new, cache, slots, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
-    new_block, new_head, new_entry, cache_block, cache_head, cache_entry,
-    table_row, counts_row, event_row, first_row, shared_row,
-    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, KEY_BYTES: tl.constexpr,
-    VALUE_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, BLOCK: tl.constexpr, TO_VALUES: tl.constexpr,
-    TO_SCALES: tl.constexpr, SWIZZLED: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
-):  # fmt: skip
-    """Copy one token's entries of all heads; one program for each token."""
-    token, row = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64)
-    if LISTED:
-        row = tl.load(rows + token).to(tl.int64)
-    length = tl.load(lengths + token).to(tl.int32)
-    if GUARDED:
-        length = tl.where(tl.load(slots + token) < 0, 0, length)
-    exists, block, head, offset = _newest(
-        length, block_table + row * table_row, counts + row * counts_row, event_lengths + row * event_row,
-        firsts + row * first_row, shares + row * shared_row, HEADS, HEADS_BLOCK, SIZE,
-    )  # fmt: skip
-    inside, other = head * cache_head + offset * cache_entry, tl.arange(0, HEADS_BLOCK) * new_head
-    source_offset = (token % SIZE).to(tl.int32)
-    other += source_offset * new_entry
-    to, source, byte = cache + block * cache_block, new + token // SIZE * new_block, tl.arange(0, BLOCK)
-    _copy(source + other, to + inside, exists, byte, KEY_BYTES)
-    _copy(source + other + TO_VALUES, to + inside + TO_VALUES, exists, byte, VALUE_BYTES)
-    if TO_SCALES > 0:
-        _copy(source + other // 8 + TO_SCALES, to + inside // 8 + TO_SCALES, exists, byte, SCALE_BYTES)
-        source += other // 8 + (TO_VALUES + TO_SCALES)
-        to += inside // 8 + (TO_VALUES + TO_SCALES)
-        if SWIZZLED:
-            line: tl.constexpr = SCALE_BYTES // 4
-            order = byte // line * SCALE_BYTES + byte % line * 4
-            source, to = source + source_offset % 4 * (1 - SCALE_BYTES), to + offset % 4 * (1 - SCALE_BYTES)
-            mask = exists[:, None] & (byte < SCALE_BYTES)[None, :]
-            scales = tl.load(source[:, None] + order[None, :], mask=mask)
-            tl.store(to[:, None] + order[None, :], scales, mask=mask)
-        else:
-            _copy(source, to, exists, byte, SCALE_BYTES)
-
-
-@triton.jit
-def _copy(source, target, exists, byte, BYTES: tl.constexpr):
-    """Copy `BYTES` bytes of each row."""
-    mask = exists[:, None] & (byte < BYTES)[None, :]
-    tl.store(target[:, None] + byte[None, :], tl.load(source[:, None] + byte[None, :], mask=mask), mask=mask)
 
 
 @triton.jit

@@ -9,20 +9,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.entry_parts import pages_of
 from keepset.kernels.page_format import layer_scales
 from keepset.kernels.paged_arguments import ColumnTarget
 from keepset.kernels.softmax import GroupReduction
-from keepset.kernels.triton.page_format import (
-    as_bytes,
-    kind_of,
-    levels_of,
-    load_numbers,
-    load_packed_keys,
-    load_scales,
-    load_zeros,
-    packed_kind_of,
-)
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
 from keepset.kernels.triton.paged import _dealt_to, _find
 from keepset.kernels.triton.softmax import (
     LEAST_PART,
@@ -48,7 +38,6 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
     """
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
     format = formats[0] if formats else None
-    packed, cache = packed_kind_of(cache, format), pages_of(cache)
     (_, kv_heads, size, _), of_group = cache.shape, entries.packed.shape[1]
     kind, key_scales = as_bytes(cache, format), layer_scales(formats, values=False)
     group, heads = query_heads // kv_heads, layers * rows * kv_heads
@@ -66,7 +55,7 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
         sinks = sinks.float().view(len(addresses.on_device), kv_heads, -1)
         sinks = sinks.amax(2) if largest else sinks.contiguous()
     shared = (
-        kind, addresses.on_device, key_scales, levels_of(format), queries.rings, slots, at, last, target.bias,
+        kind, addresses.on_device, key_scales, queries.rings, slots, at, last, target.bias,
         target.positions, entries.block_table, *entries.layout, entries.packed, entries.lengths,
         *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0),
         kind.shape[0] * kv_heads * size, softmax.scaling, softmax.softcap or 1.0, sinks, n, rows,
@@ -75,7 +64,7 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
     sizes |= dict(
         HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, LEAST_PART=LEAST_PART, PARTS=most,
         BIASED=target.bias is not None, PLACED=target.positions is not None, ALIGNED=addresses.aligned,
-        CAPPED=softmax.softcap is not None, SINKS=sinks is not None, PACKED=packed, **kind_of(format),
+        CAPPED=softmax.softcap is not None, SINKS=sinks is not None, **kind_of(format),
     )  # fmt: skip
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
     _add_in_pages[(heads, parts)](
@@ -119,13 +108,13 @@ def _part(entries, parts, LEAST_PART: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _logits(
-    kind, addresses, key_scales, levels, rings, slots, places, last_visible, bias, positions, layer, row, head, length,
+    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head, length,
     entries, packed, table, first_block, shared, pages, start, later, block, entry,
     cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, cap, n,
     first, layers,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
-    PLACED: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, PACKED: tl.constexpr, FORMAT: tl.constexpr,
+    PLACED: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, FORMAT: tl.constexpr,
     OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Return the logits of a block of queries and a block of entries, and the slots of these entries."""
@@ -144,20 +133,15 @@ def _logits(
         scaling *= tl.load(key_scales + layer)
     last = tl.load(last_visible + row * n + token, mask=exists, other=-1)
     stored = entry < entries
-    keys, inside, slot = _find(
+    keys, slot = _find(
         entry, stored, kind, addresses, table, pages, start, later, first_block, shared, first + layer, layers,
         cache_block, cache_head, cache_entry, slot_layer, HEADS, SIZE, ALIGNED, EIGHT,
     )  # fmt: skip
-    if PACKED is None:
-        k = load_numbers(keys[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
-    else:
-        k = load_packed_keys(keys, inside, dims, stored, levels, HEAD_DIM, PACKED)
-    if FORMAT == 4:
-        k -= load_zeros(keys, stored, HEAD_DIM)[None, :]
+    k = load_numbers(keys[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
     k = k.to(q.dtype)
     factor = scaling
     if OWN_SCALES:
-        factor = scaling * load_scales(keys, stored, HEAD_DIM, FORMAT)[None, :]
+        factor = scaling * load_scales(keys, stored, HEAD_DIM)[None, :]
     # Entries since the event are equally far from their positions; kept ones count as just before them.
     position = entry + length - entries
     if PLACED:
@@ -174,13 +158,13 @@ def _logits(
 # Only the dtype of `kind` is used: layers are found by their addresses.
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts"])
 def _paged_lse(
-    kind, addresses, key_scales, levels, rings, slots, places, last_visible, bias, positions, block_table, counts,
+    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, block_table, counts,
     event_lengths, firsts, shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot,
     ring_place, ring_head, table_row, slot_layer, scaling, cap, sinks, n, rows, first, of_group, layers, parts, partial,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    ALIGNED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, FORMAT: tl.constexpr,
+    ALIGNED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FORMAT: tl.constexpr,
     OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Compute the log-sum-exps of one block of queries over one part of a head; program axes: (head, part, block)."""
@@ -194,13 +178,13 @@ def _paged_lse(
     largest, total = begun(sinks, of_row, member < members, split, ROWS, SINKS)
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         logits, _ = _logits(
-            kind, addresses, key_scales, levels, rings, slots, places, last_visible, bias, positions, layer, row, head,
+            kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head,
             length, entries, packed, table, first_block, shared, pages, start, later, block,
             offset + tl.arange(0, BLOCK),
             cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling,
             cap, n, first, layers,
             GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED, ALIGNED,
-            CAPPED, PACKED, FORMAT, OWN_SCALES, EIGHT,
+            CAPPED, FORMAT, OWN_SCALES, EIGHT,
         )  # fmt: skip
         largest, total, _, _ = streamed(largest, total, logits)
     line = (tl.program_id(0).to(tl.int64) * tl.num_programs(2) + block) * ROWS + tl.arange(0, ROWS)
@@ -209,14 +193,14 @@ def _paged_lse(
 
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts", "blocks"])
 def _add_in_pages(
-    kind, addresses, key_scales, levels, rings, slots, places, last_visible, bias, positions, block_table, counts,
+    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, block_table, counts,
     event_lengths, firsts, shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot,
     ring_place, ring_head, table_row, slot_layer, scaling, cap, sinks, n, rows, first, of_group, layers, parts, partial,
     column, unwritten, blocks, owns,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    ALIGNED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, FORMAT: tl.constexpr,
+    ALIGNED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FORMAT: tl.constexpr,
     OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
     OWN: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
@@ -232,12 +216,12 @@ def _add_in_pages(
         sums, slot = tl.zeros([NUMBERS, BLOCK], tl.float32), tl.zeros([BLOCK], tl.int64)
         for block in range(0, blocks):
             logits, slot = _logits(
-                kind, addresses, key_scales, levels, rings, slots, places, last_visible, bias, positions, layer, row,
+                kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row,
                 head, length, entries, packed, table, first_block, shared, pages, start, later, block, entry,
                 cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer,
                 scaling, cap, n, first, layers,
                 GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED, ALIGNED,
-                CAPPED, PACKED, FORMAT, OWN_SCALES, EIGHT,
+                CAPPED, FORMAT, OWN_SCALES, EIGHT,
             )  # fmt: skip
             line = (tl.program_id(0).to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
             sums += received(logits, partial, line, of_part, parts, PARTS, NUMBERS)

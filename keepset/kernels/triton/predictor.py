@@ -8,7 +8,7 @@ import triton.language as tl
 
 from keepset.kernels.entry_code import SCORE_LIMIT, SCORE_STEPS, SHORTEST, SLOPE_LIMIT, SLOPE_STEPS
 from keepset.kernels.page_format import layer_scales
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
 from keepset.kernels.triton.softmax import rows_of
 
 _WIDTH = 64
@@ -43,7 +43,7 @@ def _launch(  # type: ignore[no-untyped-def]
     head_dim = networks.partner.shape[1]
     value_dim = inputs - 2 - head_dim
     known = None if known is None else known.contiguous()
-    mixing = formats[0].key_mixing if formats else None
+    mixing = formats[0].mixing if formats else None
     codes = torch.empty(rows, heads, entries, dtype=torch.float32, device=new.device)
     if not codes.numel():
         return codes
@@ -51,7 +51,7 @@ def _launch(  # type: ignore[no-untyped-def]
     block = rows_of(inputs_block, torch.float32)
     _entry_codes[(rows * heads, triton.cdiv(entries, block))](
         keys, values, addresses, subpages, layer_scales(formats, values=False), layer_scales(formats, values=True),
-        None if mixing is None else mixing.unmix.contiguous(),
+        None if mixing is None else mixing.matrix.contiguous(),
         positions, new, known, codes, *(part.contiguous() for part in networks),
         *strides, *pool, *positions.stride(), *new.stride(), entries, rows // layers,
         0 if subpages is None else subpages.shape[2],
@@ -100,8 +100,6 @@ def _numbers(row, exists, dims, unmix, DIM: tl.constexpr, FORMAT: tl.constexpr):
         for begin in range(0, DIM, dims.shape[0]):
             place = begin + tl.arange(0, dims.shape[0])
             mixed = load_numbers(row[:, None], place[None, :], exists[:, None] & (place < DIM)[None, :], FORMAT)
-            if FORMAT == 4:
-                mixed -= load_zeros(row, exists, DIM)[:, None]
             part = tl.load(
                 unmix + place[:, None] * DIM + dims[None, :],
                 mask=(place < DIM)[:, None] & (dims < DIM)[None, :], other=0.0,
@@ -201,8 +199,8 @@ def _entry_codes(
         at = tl.load(positions + row * at_row + head * at_head + entry * at_entry, mask=unknown, other=0).to(tl.int64)
         layer, key_scale, value_scale = row // requests, result, result
         if OWN_SCALES:
-            key_scale = load_scales(key, unknown, HEAD_DIM, FORMAT)
-            value_scale = load_scales(value, unknown, VALUE_DIM, FORMAT)
+            key_scale = load_scales(key, unknown, HEAD_DIM)
+            value_scale = load_scales(value, unknown, VALUE_DIM)
         elif FORMAT > 0:
             key_scale = tl.zeros([BLOCK], tl.float32) + tl.load(key_scales + layer)
             value_scale = tl.zeros([BLOCK], tl.float32) + tl.load(value_scales + layer)
