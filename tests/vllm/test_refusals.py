@@ -206,11 +206,6 @@ REFUSED = [
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads of all"),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__pipeline_parallel_size": 2}, "it compares all heads of all"),
-    (
-        "kvzap(keep=256)",
-        {},
-        "kvzap scores entries by their hidden states as they are written, which vLLM does not show",
-    ),
     ("int8(snapkv, keep=96)", {}, "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model"),
     (
         "quantized(snapkv, bits=4, keep=96)",
