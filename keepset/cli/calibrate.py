@@ -55,9 +55,9 @@ def calibrate(
         Option(
             "--import",
             metavar="<path>",
-            help="A file or folder that others have published for this model: KVzap's modules, Fast KVzip's gates, "
-            "DuoAttention's patterns, Q-Filters, Expected Attention's or TriAttention's statistics. What it gives "
-            "replaces what is measured; may be given several times.",
+            help="A file or folder that others have published for this model: DuoAttention's patterns, "
+            "Q-Filters, Expected Attention's or TriAttention's statistics. What it gives replaces what is measured; "
+            "may be given several times. Reading a .pt file runs no code from it.",
         ),
     ] = None,
     force: Force = False,
@@ -73,9 +73,6 @@ def calibrate(
     teacher that is named three times counts three times. Take a --length that is as long as the texts that you
     compress, and --tokens 65536 or more. One passage of four is cut to a half or a quarter of that length. What each
     passage gave is kept in a folder beside the file until all is done, so an interrupted command can resume.
-
-    kvzap and fast_kvzip need modules that their authors have published: --import. Reading a .pt file runs no code
-    from it.
 
     Any coherent text will do, except the one that you evaluate on. A recipe names the file:
     qfilter(stats='stats.safetensors', keep=0.25). The file fits this model alone.

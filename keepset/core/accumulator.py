@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -61,8 +61,6 @@ class Chunk:
         source: given if a feature needs queries before rotation or hidden states.
         start: position of the first token, if all requests have the same and the host knows it.
         host_positions: the tokens' positions on the host, negative for padding, if `start` is None and it knows them.
-        entry_scores: scores of the new tokens' entries, `[batch, kv_heads, n]`, by the features that score entries
-            while they are written.
     """
 
     queries: Queries
@@ -74,7 +72,6 @@ class Chunk:
     source: QuerySource | None = None
     start: int | None = None
     host_positions: Int[Tensor, "batch n"] | None = None
-    entry_scores: Mapping[Any, Float[Tensor, "batch kv_heads n"]] = field(default_factory=dict)
 
     def every(self, stride: int, request: int) -> Tensor | slice:
         """Return which of a request's tokens have positions that are multiples of `stride`."""

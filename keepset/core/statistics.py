@@ -7,16 +7,15 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from keepset.core.hidden_predictor import PREDICTOR_KINDS, HiddenPredictor
 from keepset.core.predictor import Predictor, scores_at
-from keepset.core.shapes import HiddenStates, Rows
-from keepset.core.tensor_file import TensorFile, below
+from keepset.core.shapes import Rows
+from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.kernels.predictor import Networks, turns_of
@@ -32,7 +31,6 @@ _FILE = TensorFile(
     damaged="{path} is damaged: run keepset calibrate again.",
 )
 _RETRIEVAL = "retrieval"
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +149,6 @@ class Statistics:
             `duo_attention`. Empty if it was not measured.
         predictors: for each of these layers, networks that compute an entry's score from its key and value; see
             `distilled`. Empty if none was fitted.
-        hidden: for each kind of imported module, the modules of these layers, which compute an entry's score from its
-            hidden state; see `kvzap` and `fast_kvzip`.
         provenance: model, texts and version of keepset that they come from; plain JSON.
         name: the recipe's name for them, for messages.
     """
@@ -160,7 +156,6 @@ class Statistics:
     layers: Mapping[int, LayerStatistics]
     retrieval: Mapping[int, Float[Tensor, " kv_heads"]] = dataclasses.field(default_factory=dict, kw_only=True)
     predictors: Mapping[int, Predictor] = dataclasses.field(default_factory=dict, kw_only=True)
-    hidden: Mapping[str, Mapping[int, HiddenPredictor]] = dataclasses.field(default_factory=dict, kw_only=True)
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
 
@@ -220,14 +215,9 @@ class Statistics:
         names = (*(name for name in Predictor._fields if name != "age"), "partner", "gain")
         return Networks(turns=self._once((device, "turns"), make), **{name: self.on(device, name) for name in names})
 
-    def hidden_scores(self, kind: str, layer: int, hidden: HiddenStates) -> Float[Tensor, "batch kv_heads n"]:
-        """Return the scores of new tokens by a layer's module on hidden states, and keep it on their device."""
-        device = hidden.device
-        return self._once((kind, layer, device), lambda: self.hidden[kind][layer].on(device)).scores(hidden)
-
-    def _once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def _once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the value for a key, computed at the first call."""
-        made: dict[Hashable, Made] = vars(self).setdefault("_made", {})
+        made: dict[Hashable, Tensor] = vars(self).setdefault("_made", {})
         if key not in made:
             with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode
                 made[key] = make()
@@ -294,8 +284,8 @@ def _read(path: Path, modified: int, size: int) -> Statistics:
         layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
         if not layers:
             raise ValueError
-        retrieval, predictors, hidden = _retrieval(file, layers), _predictors(file, layers), _hidden(file, layers)
-    return Statistics(layers, provenance, str(path), retrieval=retrieval, predictors=predictors, hidden=hidden)
+        retrieval, predictors = _retrieval(file, layers), _predictors(file, layers)
+    return Statistics(layers, provenance, str(path), retrieval=retrieval, predictors=predictors)
 
 
 def _layer(file: Any, index: int) -> LayerStatistics:
@@ -352,23 +342,6 @@ def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, P
     return predictors
 
 
-def _hidden(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[str, dict[int, HiddenPredictor]]:
-    """Return the modules on hidden states, by their kind; of a kind there are all layers' or none."""
-    found = {}
-    for kind, module in PREDICTOR_KINDS.items():
-        prefixes = {index: f"layers.{index}.{kind}." for index in layers}
-        places = {place: place for place in file.layout}
-        named = {index: below(prefix, places) for index, prefix in prefixes.items()}
-        if not any(named.values()):
-            continue
-        found[kind] = {
-            index: module.of({name: file[place] for name, place in names.items()}) for index, names in named.items()
-        }
-        if any(made.kv_heads != len(layers[index].direction) for index, made in found[kind].items()):
-            raise ValueError
-    return found
-
-
 def save(statistics: Statistics, path: Path) -> None:
     """Write statistics to a file, whole or not at all; raise KeepsetError if it cannot be written."""
     # Cloned: layers may share tensors, and a file may not.
@@ -380,7 +353,4 @@ def save(statistics: Statistics, path: Path) -> None:
     tensors |= {f"layers.{index}.{_RETRIEVAL}": gate.clone() for index, gate in statistics.retrieval.items()}
     for index, predictor in statistics.predictors.items():
         tensors |= {f"layers.{index}.{name}": part.clone() for name, part in predictor._asdict().items()}
-    for kind, modules in statistics.hidden.items():
-        for index, module in modules.items():
-            tensors |= {f"layers.{index}.{kind}.{name}": each.clone() for name, each in module.tensors.items()}
     _FILE.write(path, tensors, {"format": FORMAT, **statistics.provenance})

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Never, TypeVar, cast
@@ -27,7 +27,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from keepset.core.features.hidden_scores import HiddenScores
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.layer_input import LayerInput, QueryProbe, Rotation
 from keepset.kernels.dispatch import upload
@@ -119,7 +118,6 @@ class AttentionInput:
         layer_input: input of the attention module, if a feature needs it.
         rotation: rotation of the queries, if a feature needs it.
         lse: log-sum-exp of every query's logits, request by request, if attention has computed it.
-        entry_scores: scores of the tokens' entries, by the features that score entries while they are written.
         modules: the attention modules whose query heads these are, if there are several. In every KV head's group those
             of the first module come first.
     """
@@ -141,7 +139,6 @@ class AttentionInput:
     layer_input: LayerInput | None = None
     rotation: Rotation | None = None
     lse: list[Tensor] | None = None
-    entry_scores: Mapping[HiddenScores, Float[Tensor, "batch kv_heads n"]] = field(default_factory=dict)
     modules: Sequence[nn.Module] = ()
 
     @property
@@ -219,7 +216,6 @@ class AttentionInput:
         some.end = some.start + some.length
         some.real = None if self.real is None else self.real.part(part)
         some.rotation = None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part])
-        some.entry_scores = {feature: scores[:, :, part] for feature, scores in self.entry_scores.items()}
         return some
 
     def _cut(self, part: slice) -> None:

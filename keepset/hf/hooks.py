@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from keepset.core.features.runtime_features import Perplexity
-from keepset.core.shapes import HiddenStates
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionInput
-from keepset.hf.layer_input import LayerInput, ModuleCall, cos_and_sin, hidden_states_of
+from keepset.hf.layer_input import LayerInput, ModuleCall, cos_and_sin
 
 
 class ModelHooks(ABC):
@@ -116,24 +115,15 @@ class AttentionHooks(ModelHooks):
         copied._newest = _Calls()  # each sees every call of the model
         return copied
 
-    def hidden_states(self, new: AttentionInput) -> HiddenStates:
-        """Return the hidden states of new tokens, as they entered the attention module whose call is under way."""
-        return hidden_states_of(self._seen(new.module))[new.rows]
-
-    def _seen(self, module: nn.Module) -> ModuleCall:
+    def layer_input(self, new: AttentionInput) -> LayerInput:
+        """Return the input of the attention module whose call is under way."""
+        module, rotary = new.module, None
         seen = next((each for each in self._newest.attention if each.module is module), None)
         if seen is None:
             raise UnsupportedModelError(
                 f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
                 "do not support this model."
             )
-        return seen
-
-    def layer_input(self, new: AttentionInput) -> LayerInput:
-        """Return the input of the attention module whose call is under way."""
-        module = new.module
-        seen = self._seen(module)
-        rotary = None
         if (rotation := seen.kwargs.get("position_embeddings")) is not None:
             rotary = next((each for each in self._newest.rotary if _is_output(rotation, each)), None)
             if rotary is None or cos_and_sin(rotation)[0].ndim != 3:

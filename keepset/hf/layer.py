@@ -18,7 +18,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.accumulator import Chunk, RequestKeys
 from keepset.core.feature import Accumulators, Feature, Needs
-from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
@@ -97,7 +96,7 @@ class LayerState(LogicalLayer):
         """Return whether an event will look at these tokens' queries, or lies among the tokens."""
         if self.prompt is not None:
             return True
-        return self.decoding is not None and (self.decoding.scores_entries or self.decoding.looks_at(new))
+        return self.decoding is not None and self.decoding.looks_at(new)
 
     def attend(
         self, new: AttentionInput
@@ -164,11 +163,8 @@ class LayerState(LogicalLayer):
                 if self.decoding is not None:
                     self.decoding.recorder.record(new, None, self.decoding.next)
                 up_to_event = new if new.end >= self.prompt.length else None
-            elif self.decoding is not None and self.store is not None:
-                if new.entry_scores:
-                    _write_scores(new, self.store)
-                if self.decoding.looks_at(new):
-                    up_to_event, self.after_event = self.decoding.add(new, self.store)
+            elif self.decoding is not None and self.store is not None and self.decoding.looks_at(new):
+                up_to_event, self.after_event = self.decoding.add(new, self.store)
         if up_to_event is None and self.store is None:
             self.store = _packed(new, self.store_type)
         return up_to_event
@@ -228,7 +224,6 @@ class LayerState(LogicalLayer):
             after = self.after_event
             self.store.append(after.key, after.value, after.positions, after.real_indices)
             if self.decoding is not None:
-                _write_scores(after, self.store)
                 self.decoding.recorder.record(after, self.store, self.decoding.next)
             self.after_event = None
 
@@ -326,7 +321,6 @@ class PromptPhase:
             source=new.layer_input,
             start=start,
             host_positions=on_host,
-            entry_scores=new.entry_scores,
         )
         self._accumulators.add(chunk)
 
@@ -372,12 +366,10 @@ class DecodingPhase:
     Attributes:
         next: logical length of the next event; every token so far lies before it.
         recorder: records the queries before it.
-        scores_entries: whether every token's entry is scored while it is written.
     """
 
     def __init__(self, needs: Needs, every: int, next_event: int) -> None:
         self._newest, self._every = needs.newest, every
-        self.scores_entries = bool(needs.of(HiddenScores))
         self.next, self.recorder = next_event, QueryRecorder(needs, every)
         self._span = max(self.recorder.reach, 1)
 
@@ -437,12 +429,6 @@ def _packed(new: AttentionInput, store_type: type[EntryStore]) -> EntryStore:
     keys, values = store_type.stored(new.key, new.value)
     columns = {"keys": keys, "values": values, "positions": positions}
     return store_type.packed_by(columns, [row for row in rows for _ in range(kv_heads)])
-
-
-def _write_scores(new: AttentionInput, store: EntryStore) -> None:
-    """Write the scores of tokens that were just stored to columns of their entries."""
-    for feature, scores in new.entry_scores.items():
-        store.write_newest(feature.column, scores, new.real_indices)
 
 
 def _entry_rows(new: AttentionInput, store: EntryStore | None) -> RequestKeys:

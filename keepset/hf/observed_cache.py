@@ -17,7 +17,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
-from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.features.moments import HiddenMoments
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
@@ -228,7 +227,8 @@ class ObservedCache(EditableCache, KnowsText):
         new.positions, new.cache_valid = progress.positions.to(new.key.device), progress.valid
         new.start, new.end = layer.logical, layer.logical + new.positions.shape[1]
         if self._hooks is not None and layer.looks_at(new):
-            self._attach_module_input(layer, new)
+            new.layer_input = self._hooks.layer_input(new)
+            new.rotation = new.layer_input.rotation
         # Drafts of assisted generation that follow the prompt attend to what its compression has kept.
         parts = (new, None) if layer.prompt is None else new.split(progress.prompt)
         if layer.readers:
@@ -259,19 +259,6 @@ class ObservedCache(EditableCache, KnowsText):
         if up_to_event is not None:
             self._observe_event(layer, up_to_event)
         return output
-
-    def _attach_module_input(self, layer: LayerState, new: AttentionInput) -> None:
-        """Attach the attention module's observed input to the tokens that it brings to its layer."""
-        assert self._hooks is not None
-        if self.needs.unrotated:
-            new.layer_input = self._hooks.layer_input(new)
-            new.rotation = new.layer_input.rotation
-        if features := self.needs.of(HiddenScores):
-            hidden = self._hooks.hidden_states(new)
-            new.entry_scores = {
-                each: self._from_files[each.statistics].hidden_scores(each.kind, layer.index, hidden)
-                for each in features
-            }
 
     def _begin(self, new: AttentionInput) -> Progress:
         """Prepare for the first tokens; return the cache's progress before them."""

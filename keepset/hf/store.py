@@ -283,19 +283,6 @@ class EntryStore:
             self._columns[name] = torch.zeros(*positions.shape, *shape, device=positions.device)
         return self._columns[name]
 
-    def write_newest(
-        self, name: str, numbers: Float[Tensor, "batch kv_heads n"], real: Sequence[Int[Tensor, " _"]] | None = None
-    ) -> None:
-        """Write a column's numbers of the newest tokens, which every head holds; `real` is as for `append`."""
-        column, rows = self.column(name), numbers.flatten(0, 1)
-        if real is None:
-            for run in self._runs:
-                run.view(column)[:, run.count - rows.shape[1] :] = rows[run.first : run.first + run.heads]
-            return
-        for head, (start, count) in enumerate(zip(_starts(self._runs), self.counts, strict=True)):
-            own = real[head // self.kv_heads]
-            column[start + count - len(own) : start + count] = rows[head, own]
-
     def forget(self, name: str) -> None:
         """Drop a column if there is one of this name."""
         self._columns.pop(name, None)

@@ -10,18 +10,19 @@ from torch import Tensor
 
 from keepset.core.feature import Needs
 from keepset.core.features.runtime_features import ModelStatistics
-from keepset.core.method import parameter
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
+from keepset.core.select import Ranking, top_mask
 from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
-from keepset.methods.fitted import ThresholdScorer
 
 _CODE = "code"
 """The name of the remembered codes (`keepset.kernels.entry_code.encode`). An entry that was not scored has 0."""
 
 
 @dataclass(frozen=True)
-class Distilled(ThresholdScorer):
+class Distilled(Method):
     """Scores an entry by a network that was fitted to another method's scores of such entries.
 
     `keepset calibrate --teacher reread --teacher prompt_queries` fits one small network per KV head to the mean of both
@@ -62,6 +63,10 @@ class Distilled(ThresholdScorer):
             counts_from_data=not budget,
         )
 
+    @property
+    def chooses(self) -> bool:
+        return self.threshold != 0
+
     def score(self, observation: Observation) -> Scores:
         measured, lengths = self._statistics.repeat_per_request(observation), observation.lengths
         distances = lengths[:, None, None] - observation.positions
@@ -69,6 +74,11 @@ class Distilled(ThresholdScorer):
 
     def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
         return {_CODE: self._codes(observation)}
+
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
+        if not self.threshold:
+            return ranking.best()
+        return ranking.keep(top_mask(ranking.scores, ranking.quotas) & (ranking.scores >= self.threshold))
 
     def _codes(self, observation: Observation) -> Scores:
         def make() -> Scores:

@@ -34,7 +34,6 @@ class RunningRequest:
         schedule: the schedule of its events.
         next_release: number of tokens from which on blocks can be freed; None if there never are any.
         freed: number of freed blocks.
-        is_released: whether its first blocks were freed.
         is_hidden: whether other requests cannot find the blocks of its answer.
     """
 
@@ -43,7 +42,6 @@ class RunningRequest:
     schedule: EvictionSchedule
     next_release: int | None = 0
     freed: int = 0
-    is_released: bool = False
     is_hidden: bool = False
 
 
@@ -180,29 +178,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             self._remove_blocks_in_range(request_id, 0, blocks)
             freed = self.block_pool.get_num_free_blocks() - before
             self._requests[request_id].freed += freed
-            self._requests[request_id].is_released = True
             stats.count(blocks_freed=freed)
-
-    def is_released(self, request_id: str) -> bool:
-        """Return whether a running request's first blocks were freed."""
-        return request_id in self._requests and self._requests[request_id].is_released
-
-    def plain_tokens(self, request: Request) -> int | None:
-        """Return how many of a request's first tokens fill blocks that match their hashes as long as the request runs.
-
-        None means all of its tokens. Requests with their own recipe or context have no such tokens.
-        """
-        return 0 if self.is_released(request.request_id) else self.shareable_tokens(request)
-
-    def shareable_tokens(self, request: Request) -> int | None:
-        """Return how many of a request's first tokens fill blocks that match their hashes until compression frees them.
-
-        None means all of its tokens. Requests with their own recipe or context have no such tokens.
-        """
-        if request.request_id in self._own:
-            return 0
-        shareable = self.schedule.shareable(request.num_prompt_tokens)
-        return None if shareable is None else shareable // self.block_size * self.block_size
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Return how many blocks a request needs. A waiting request also needs room for the growth of running ones."""

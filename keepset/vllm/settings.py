@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError, RecipeError
@@ -42,33 +42,11 @@ CONTEXT_CONNECTOR = {
 }
 """The `kv_transfer_config` of an engine with contexts."""
 
-BESIDE = ("OffloadingConnector", "LMCacheConnectorV1", "ExampleConnector")
-"""vLLM's KV connectors that can run beside keepset; `keepset.vllm.beside` has a subclass of each."""
-
-BESIDE_MODULE = "keepset.vllm.beside"
-
-
-class Connector(NamedTuple):
-    """A KV connector of a configuration: its name, and its module if that is not vLLM's."""
-
-    name: str | None
-    module: str | None
-
-
-def connectors_of(config: VllmConfig) -> list[Connector]:
-    """Return the KV connectors of a configuration, in their order; for a `MultiConnector` those inside it."""
-    transfer = config.kv_transfer_config
-    if transfer is None:
-        return []
-    if transfer.kv_connector == "MultiConnector" and transfer.kv_connector_module_path is None:
-        parts = transfer.kv_connector_extra_config.get("connectors") or []
-        return [Connector(part.get("kv_connector"), part.get("kv_connector_module_path")) for part in parts]
-    return [Connector(transfer.kv_connector, transfer.kv_connector_module_path)]
-
 
 def has_connector(config: VllmConfig, own: dict[str, str]) -> bool:
     """Return whether a configuration has keepset's KV connector `own`: `CONNECTOR` or `CONTEXT_CONNECTOR`."""
-    return any(connector.module == own["kv_connector_module_path"] for connector in connectors_of(config))
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector_module_path == own["kv_connector_module_path"]
 
 
 def _additional(config: VllmConfig | None) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from keepset.core.feature import Accumulators
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.eviction_schedule import one_table
@@ -33,12 +32,9 @@ from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
 from keepset.vllm.recipe_support import COUNTED_AHEAD, INT8, lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
-    BESIDE,
-    BESIDE_MODULE,
     CONNECTOR,
     CONTEXT_CONNECTOR,
     by_head,
-    connectors_of,
     contexts_of,
     has_connector,
     is_compressed,
@@ -96,7 +92,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     connector = config.kv_transfer_config
     if contexts_of(config) is not None and connector is not None and connector.kv_load_failure_policy != "fail":
         yield "a context that cannot be loaded cannot be computed instead; leave kv_load_failure_policy out."
-    yield from _of_connectors(config, recipe)
+    yield from _of_connectors(config)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
@@ -116,34 +112,15 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
 
 
-def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Yield why other connectors cannot run: they may store and load only pages that no compression changes."""
+def _of_connectors(config: VllmConfig) -> Iterator[str]:
+    """Yield why another connector cannot run: it would store and load compressed pages as if they were whole."""
     own = CONNECTOR if contexts_of(config) is None else CONTEXT_CONNECTOR
-    path, connectors = own["kv_connector_module_path"], connectors_of(config)
-    others = [connector for connector in connectors if connector.module != path]
-    if not others:
-        return
-    unknown = [str(name) for name, module in others if module != BESIDE_MODULE or name not in BESIDE]
-    names = ", ".join(str(name) for name, _ in others)
-    traits = recipe.method.traits
-    if own is CONTEXT_CONNECTOR:
-        yield f"contexts are loaded to pages that {names} may still read; leave it out, or contexts."
-    elif set(unknown) - {*BESIDE}:
-        known = f"{', '.join(BESIDE[:-1])} or {BESIDE[-1]}"
-        yield f"{', '.join(unknown)} moves whole caches; take {known}, or leave kv_transfer_config out."
-    elif unknown:
+    transfer = config.kv_transfer_config
+    if transfer is not None and not has_connector(config, own):
         yield (
-            f"{names} would store compressed pages as if they were whole; write "
-            f'"kv_connector_module_path": "{BESIDE_MODULE}" beside its name in kv_transfer_config.'
+            f"the only KV connector that is served here is keepset's {own['kv_connector']}, because others move whole "
+            f"caches; leave {transfer.kv_connector} out of kv_transfer_config."
         )
-    elif connectors[0].module != path and len(connectors) > len(others):
-        yield "keepset's connector decides first which requests are served; name it first among the connectors."
-    elif not one_table(recipe) or Accumulators(traits.needs) or traits.biased:
-        yield f"its requests share no pages that {names} could store; leave that out, or take snapkv(keep=512)."
-    elif config.kv_transfer_config is not None and config.kv_transfer_config.kv_load_failure_policy != "fail":
-        yield "keepset does not take back tokens that were loaded; leave kv_load_failure_policy out."
-    elif "ExampleConnector" in names and config.parallel_config.world_size > 1:
-        yield "ExampleConnector writes the pages of all GPUs to one file; take OffloadingConnector."
 
 
 def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -151,8 +128,6 @@ def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     traits, ranks = recipe.method.traits, config.parallel_config.tensor_parallel_size
     if contexts_of(config) is not None:
         yield "contexts hold keys and values, and the model caches latents; leave contexts out."
-    if any(connector.module == BESIDE_MODULE for connector in connectors_of(config)):
-        yield "other KV connectors store keys and values, and the model caches latents; leave them out."
     if config.cache_config.cache_dtype not in WHOLE:
         yield "it reads latents in 16 and 32 bits only; leave kv_cache_dtype out."
     if ranks > 1 and traits.needs.of(ModelStatistics):
@@ -346,8 +321,6 @@ def _of_others(config: VllmConfig, recipe: Recipe, others: Sequence[KVCacheSpec]
     if config.kv_transfer_config is None and any(isinstance(spec, MambaSpec) for spec in others):
         yield "with recurrent layers a KV connector must have pages packed in time; none is given."
         yield how_to_start(config, recipe)
-    if any(connector.module == BESIDE_MODULE for connector in connectors_of(config)):
-        yield "other KV connectors cannot store layers that are not compressed; leave them out."
 
 
 def check_spec(spec: AttentionSpec) -> FullAttentionSpec:

@@ -58,20 +58,18 @@ def test_imports_what_others_have_published(run: Run, tiny_folder: Path) -> None
     Path("pattern", "full_attention_heads.tsv").write_text("0.5\t0.25\n1.0\t0.0\n")
     Path("pattern", "config.json").write_text('{"sink_size": 128, "recent_size": 256}')
     config = AutoConfig.from_pretrained(tiny_folder)
-    weights = {"weight": torch.ones(config.num_key_value_heads, config.hidden_size), "bias": torch.zeros(2)}
-    save_file(
-        {f"layers.{layer}.{name}": each.clone() for layer in (0, 1) for name, each in weights.items()}, "a.safetensors"
-    )
+    directions = torch.ones(2, config.num_key_value_heads, config.hidden_size // config.num_attention_heads)
+    save_file({"q_filters": directions}, "a.safetensors")
     words = ("--model", str(tiny_folder), "--import", "pattern", "--import", "a.safetensors", "--out", "stats", *SMALL)
     done = run("calibrate", *words)
     assert done.code == 0 and "pattern: the gates were trained with duo_attention(sinks=128, recent=256)" in done.err
-    assert "a.safetensors has the format of KVzap and gives: kvzap." in done.err
+    assert "a.safetensors has the format of Q-Filters and gives: direction." in done.err
     statistics, written = load("stats"), provenance(Path("stats"))
     assert statistics.retrieval[1].tolist() == [1.0, 0.0] and "gates" not in written
-    assert [each["format"] for each in written["imported"]] == ["DuoAttention", "KVzap"]
-    recipe = "kvzap(stats='stats', threshold=-1.0, recent=4)"
+    assert [each["format"] for each in written["imported"]] == ["DuoAttention", "Q-Filters"]
+    recipe = "qfilter(stats='stats', keep=20)"
     done = run("generate", "Hello", "--model", str(tiny_folder), "--recipe", recipe, "--output-tokens", "4")
-    assert done.code == 0 and "kvzap" in done.err
+    assert done.code == 0 and "qfilter" in done.err
     done = run("calibrate", *words[:2], "--import", "text", "--out", "b", *SMALL)
     assert (done.code, done.out) == (2, "") and "holds nothing that keepset can import" in done.err
 

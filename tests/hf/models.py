@@ -27,7 +27,7 @@ from keepset.core.method import Allocator
 from keepset.core.statistics import Statistics, offer, save
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
-from tests.methods.naive import SMALL, random_modules, random_predictor
+from tests.methods.naive import SMALL, random_predictor
 from tests.on_gpu import GPU
 
 torch.set_num_threads(1)
@@ -155,7 +155,7 @@ def statistics(name: str) -> Path:
 
 
 def with_networks(model: Any) -> Statistics:
-    """Statistics of a model on random texts, with random gates, networks and modules."""
+    """Statistics of a model on random texts, with random gates and networks."""
     measured = measure(model, Corpus([prompt(1, 30, seed)[0] for seed in (5, 6)], "0", 0))
     draw = torch.Generator().manual_seed(0)
     gates = {index: torch.rand(len(layer.direction), generator=draw) for index, layer in measured.layers.items()}
@@ -163,12 +163,7 @@ def with_networks(model: Any) -> Statistics:
         index: random_predictor(*layer.direction.shape[:1], 2 * layer.direction.shape[1], draw)
         for index, layer in measured.layers.items()
     }
-    hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    modules = {
-        index: random_modules(len(layer.direction), hidden_size, draw) for index, layer in measured.layers.items()
-    }
-    hidden = {kind: {index: each[kind] for index, each in modules.items()} for kind in ("kvzap", "fast_kvzip")}
-    return replace(measured, retrieval=gates, predictors=predictors, hidden=hidden)
+    return replace(measured, retrieval=gates, predictors=predictors)
 
 
 def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
@@ -329,7 +324,7 @@ def recipe(method: str, keep: int | float) -> str:
     parameters = "".join(f"{name}={value!r}, " for name, value in SMALL.get(method, {}).items())
     if issubclass(keepset.METHODS[method], Allocator):
         parameters = "snapkv(window=4), " + parameters
-    always = "sinks=2, recent=4, " if method in ("ams", "duo_attention", "kvzap", "fast_kvzip") else ""
+    always = "sinks=2, recent=4, " if method in ("ams", "duo_attention") else ""
     return f"{method}({parameters}{always}keep={keep})"
 
 

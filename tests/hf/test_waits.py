@@ -23,9 +23,8 @@ COMPOSED += ["quantized(adakv(knorm), bits=4, keep=12)"]
 QUICK = ["knorm", "snapkv", "h2o", "expected_attention", "second_pass", "gvote", "adakv", "ams"]
 """Of everything that is looked at, and of every layout, one; the full tier has all methods."""
 
-BESIDES = {"fast_kvzip": 21, "quantized": 4}
-"""What a layer launches besides for each decoded token: a module that reads its hidden state; queries, keys, values
-and the output are mixed."""
+BESIDES = {"quantized": 4}
+"""What a layer launches besides for each decoded token: queries, keys, values and the output are mixed."""
 
 
 def step(model: Any, cache: Any, tokens: Tensor) -> None:

@@ -15,10 +15,8 @@ from torch import Tensor
 from keepset import METHODS, Budget, Method, Observation
 from keepset.core.feature import Feature
 from keepset.core.features.attention import AttentionColumns, PromptQueryAttention, SecondPass, SecondPassColumns
-from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics, OutputProjection
-from keepset.core.hidden_predictor import HiddenGate, HiddenNetwork, HiddenPredictor
 from keepset.core.method import Allocator
 from keepset.core.predictor import Predictor
 from keepset.core.statistics import LayerStatistics, Statistics
@@ -173,27 +171,6 @@ def random_predictor(kv_heads: int, numbers: int, draw: torch.Generator, width: 
     return Predictor(*(torch.randn(kv_heads, *shape, generator=draw) * 0.4 for shape in shapes))
 
 
-def random_modules(kv_heads: int, inputs: int, draw: torch.Generator, group: int = 2) -> dict[str, HiddenPredictor]:
-    """Modules on hidden states with random weights, one of each kind: an MLP of KVzap and a gate of Fast KVzip."""
-    width, dim, bases = 5, 3, 4
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=draw) * 0.5
-
-    queries, keys = kv_heads * group * dim, kv_heads * dim
-    network = HiddenNetwork(normal(kv_heads, width), normal(kv_heads), normal(width, inputs), normal(width))
-    gate = HiddenGate(
-        query_weight=normal(queries, inputs),
-        query_bias=normal(queries),
-        key_weight=normal(keys, inputs),
-        query_norm=1 + normal(dim),
-        key_norm=1 + normal(dim),
-        base=normal(kv_heads, bases, dim),
-        offset=normal(kv_heads, group),
-    )
-    return {"kvzap": network, "fast_kvzip": gate}
-
-
 def observe(
     shape: Shape,
     *,
@@ -246,7 +223,6 @@ def observe(
         OutputProjection(): projection.to(dtype),
         **dict.fromkeys(of_methods(SecondPass), of_a_second_pass(columns)),
         **dict.fromkeys(of_methods(PromptQueryAttention), (columns / (1 + columns)).square()),
-        **dict.fromkeys(of_methods(HiddenScores), columns[:, : shape.kv_heads].log()),
         ModelStatistics(""): measured,
         ModelStatistics("", predictors=True): measured,
     }
@@ -327,7 +303,7 @@ def features_of(observation: Observation, requests: list[int], entries: slice = 
         if isinstance(value, SecondPassColumns):
             columns = {name: column[requests][..., entries] for name, column in value.statistics.items()}
             return SecondPassColumns(columns, value.tokens[requests])
-        of_entries = isinstance(feature, AttentionColumns | PromptQueryAttention | HiddenScores)
+        of_entries = isinstance(feature, AttentionColumns | PromptQueryAttention)
         return value[requests][..., entries] if of_entries else value
 
     return {feature: part(feature, value) for feature, value in observation.features.items()}

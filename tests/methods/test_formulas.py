@@ -12,9 +12,9 @@ from tests.methods.formulas import FORMULAS, naive_scores, observed
 from tests.methods.naive import DTYPES, SHAPES, Shape, check_scores
 from tests.tiers import FULL
 
-BY_THEMSELVES = {"random", "gvote", "duo_attention", "compilerkv", "kvzap", "fast_kvzip"}
-"""Scorers whose tests write out more than scores, or other things: chance, votes, quotas, a choice for all layers
-together, and modules on hidden states (`tests/core/test_hidden_predictor.py`)."""
+BY_THEMSELVES = {"random", "gvote", "duo_attention", "compilerkv"}
+"""Scorers whose tests write out more than scores, or other things: chance, votes, quotas, and a choice for all layers
+together."""
 
 every_scorer = pytest.mark.parametrize(
     "method", [pytest.param(method, id=str(method)) for each in FORMULAS.values() for method in each.methods]

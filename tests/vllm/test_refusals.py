@@ -27,7 +27,7 @@ from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
 from keepset.vllm.engine_args import engine_args, serve_options
 from keepset.vllm.recipe_support import served
-from keepset.vllm.settings import BESIDE_MODULE, CONNECTOR, CONTEXT_CONNECTOR, recipe_of
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, recipe_of
 from tests.core.test_tables import random_tables
 from tests.methods.naive import Shape, random_statistics
 from tests.paged.methods import Mass
@@ -40,7 +40,6 @@ modes, specs = Late("vllm.config"), Late("vllm.v1.kv_cache_interface")
 
 
 ONE = [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "decode_context", "prefill_context")]
-OWN, OFFLOADING = CONNECTOR["kv_connector_module_path"], "OffloadingConnector"
 OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_diffusion", "is_multimodal_model")
 SPLIT = [
     *("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"),
@@ -83,12 +82,6 @@ def connector(path: str | None, name: str = "MooncakeConnector", **more: Any) ->
     return SimpleNamespace(**own | more)
 
 
-def several(*parts: tuple[str | None, str]) -> Any:
-    """vLLM's connector of several, by their modules and names."""
-    inside = [{"kv_connector": name, "kv_connector_module_path": path} for path, name in parts]
-    return connector(None, "MultiConnector", kv_connector_extra_config={"connectors": inside})
-
-
 PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "int8_per_token_head")
 """How a message ends that tells what to write."""
 
@@ -102,7 +95,7 @@ GIVE_CARRIER = (
 NGRAM = SimpleNamespace(method="ngram")
 SERVED = {
     "cache_config__enable_prefix_caching": False,
-    "kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"]),
+    "kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"], CONNECTOR["kv_connector"]),
 }
 """A configuration for counts that come from the data."""
 CONTEXTS: dict[str, Any] = {
@@ -125,49 +118,21 @@ REFUSED = [
         (UNIFORM, {"speculative_config": SimpleNamespace(method=method)}, f"drafts by {method} are not served; use")
         for method in ("draft_model", "medusa", "mlp_speculator", "custom_class", "ngram_gpu", "dflash", "dspark")
     ),
-    (
-        UNIFORM,
-        {"kv_transfer_config": connector(None)},
-        "MooncakeConnector moves whole caches; take OffloadingConnector, LMCacheConnectorV1 or ExampleConnector, or",
-    ),
-    ("mass", {"kv_transfer_config": connector("lmcache.x", "Any")}, "Any moves whole caches"),
     *(
-        (UNIFORM, {"kv_transfer_config": several((OWN, "BlockCountConnector"), (module, name))}, f"{name} moves whole")
-        for module, name in ((BESIDE_MODULE, "LMCacheMPConnector"), (None, "LMCacheMPConnector"))
+        (
+            UNIFORM,
+            {"kv_transfer_config": connector(path, name)},
+            "the only KV connector that is served here is keepset's BlockCountConnector, because others move whole "
+            f"caches; leave {name} out of kv_transfer_config.",
+        )
+        for path, name in ((None, "OffloadingConnector"), (None, "MultiConnector"), ("lmcache.x", "LMCacheConnectorV1"))
     ),
+    ("mass", {"kv_transfer_config": connector(None)}, "the only KV connector that is served here is keepset's Block"),
     (
         UNIFORM,
-        {"kv_transfer_config": several((OWN, "BlockCountConnector"), (None, OFFLOADING))},
-        'OffloadingConnector would store compressed pages as if they were whole; write "kv_connector_module_path": '
-        '"keepset.vllm.beside" beside its name in kv_transfer_config.',
-    ),
-    (
-        UNIFORM,
-        {"kv_transfer_config": several((BESIDE_MODULE, OFFLOADING), (OWN, "BlockCountConnector"))},
-        "keepset's connector decides first which requests are served; name it first",
-    ),
-    (
-        "mass",
-        {"kv_transfer_config": several((OWN, "BlockCountConnector"), (None, "NixlConnector"))},
-        "NixlConnector mo",
-    ),
-    *(
-        (recipe, {"kv_transfer_config": connector(BESIDE_MODULE, OFFLOADING)}, "its requests share no pages that Offl")
-        for recipe in ("h2o(keep=0.5)", "match(streaming_llm, keep=64)", "pyramid(knorm, keep=64)")
-    ),
-    (
-        UNIFORM,
-        {"kv_transfer_config": connector(BESIDE_MODULE, OFFLOADING, kv_load_failure_policy="recompute")},
-        "keepset does not take back tokens that were loaded; leave kv_load_failure_policy out",
-    ),
-    (
-        UNIFORM,
-        {
-            "kv_transfer_config": connector(BESIDE_MODULE, "ExampleConnector"),
-            "parallel_config__tensor_parallel_size": 2,
-            "parallel_config__world_size": 2,
-        },
-        "ExampleConnector writes the pages of all GPUs to one file; take OffloadingConnector",
+        CONTEXTS | {"kv_transfer_config": SERVED["kv_transfer_config"]},
+        "the only KV connector that is served here is keepset's ContextConnector, because others move whole caches; "
+        "leave BlockCountConnector out of kv_transfer_config.",
     ),
     ("mass", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
     (UNIFORM, {"parallel_config__decode_context_parallel_size": 2}, "context parallelism divides a request's entries"),
@@ -233,11 +198,6 @@ REFUSED = [
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads of all"),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__pipeline_parallel_size": 2}, "it compares all heads of all"),
-    (
-        "kvzap(keep=256)",
-        {},
-        "kvzap scores entries by their hidden states as they are written, which vLLM does not show",
-    ),
     ("int8(snapkv, keep=96)", {}, "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model"),
     (
         "quantized(snapkv, bits=4, keep=96)",

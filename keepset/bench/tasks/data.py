@@ -1,10 +1,11 @@
 """Items of a data set, from a user's JSONL file or from the hub, and helpers for lm-evaluation-harness."""
 
+import importlib.metadata
 import random
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from keepset.errors import CorruptFileError, KeepsetError
 from keepset.models import offline_if_unreachable
@@ -103,7 +106,10 @@ def loading(name: str) -> Iterator[None]:
     except KeepsetError:
         raise
     except ImportError as error:
-        raise KeepsetError(f"{name} needs a package that is missing ({_cause(error)}): install it.") from error
+        first = _first(error)
+        raise KeepsetError(
+            f"{name} needs a package that is missing ({_cause(first)}): {_installation(first.name or '')}."
+        ) from error
     except Exception as error:
         raise KeepsetError(
             f"{name} cannot be loaded ({_cause(error)}): check the connection to the hub, or give a folder "
@@ -117,15 +123,30 @@ def _cause(error: Exception) -> str:
     return re.split(r"\. |\n", str(error).strip())[0].rstrip(".") or type(error).__name__
 
 
-def import_extra(module: str) -> ModuleType:
-    """Return a module that `keepset[eval]` installs; raise `KeepsetError` if it cannot be imported."""
+def _first(error: ImportError) -> ImportError:
+    """Return Python's own error, which some tasks of the harness replace by theirs."""
+    return error.__context__ if isinstance(error.__context__, ImportError) else error
+
+
+def _installation(missing: str) -> str:
+    """Return what to do about a module that a task of the harness lacks: most are in an extra of the harness."""
+    package = canonicalize_name(missing.partition(".")[0])
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for requirement in map(Requirement, importlib.metadata.requires("lm-eval") or []):
+            extra = re.search(r'extra == "([^"]+)"', str(requirement.marker))
+            if extra is not None and canonicalize_name(requirement.name) == package:
+                return f'run `pip install "lm-eval[{extra[1]}]"`'
+    return "install it"
+
+
+def import_extra(module: str, extra: str = "keepset[eval]") -> ModuleType:
+    """Return a module that an extra installs; raise `KeepsetError` if it cannot be imported."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about packages that no user of keepset asked for
             return import_module(module)
     except ImportError as error:
         raise KeepsetError(
-            f"This task needs {module.partition('.')[0]}, which cannot be imported ({error}): run "
-            '`pip install "keepset[eval]"`.'
+            f'This task needs a package that cannot be imported ({_cause(_first(error))}): run `pip install "{extra}"`.'
         ) from error
 
 

@@ -67,7 +67,8 @@ class LongBenchTask(Task):
         if self._data_set in _FIRST_LINE:
             answer = answer.lstrip("\n").split("\n")[0]
         module, _, function = self._config["process_results"].rpartition(".")
-        scores = getattr(import_extra(f"lm_eval.tasks.longbench.{module}"), function)(question.target, [answer])
+        metrics = import_extra(f"lm_eval.tasks.longbench.{module}", "lm-eval[longbench]")
+        scores = getattr(metrics, function)(question.target, [answer])
         return {self.metric: float(scores[self.metric])}
 
     def _example(self, index: int, item: DataRecord) -> Example:

@@ -112,9 +112,13 @@ def _value(kind: str, chance: random.Random) -> str:
     return "-".join(chance.choice(words) for words in _words())
 
 
+_WORDS = "lm-eval[ruler]"
+"""The extra with the package of words."""
+
+
 @cache
 def _words() -> tuple[Sequence[str], Sequence[str]]:
-    wonderwords = import_extra("wonderwords").RandomWord()
+    wonderwords = import_extra("wonderwords", _WORDS).RandomWord()
     adjectives, nouns = (wonderwords.filter(include_categories=[kind]) for kind in ("adjective", "noun"))
     return sorted(adjectives), sorted(nouns)
 
@@ -154,7 +158,7 @@ class CommonWords(PromptMaker):
     smallest = 20
 
     def __init__(self, length: int) -> None:
-        self._length, self._cwe = length, import_extra("lm_eval.tasks.ruler.cwe_utils")
+        self._length, self._cwe = length, import_extra("lm_eval.tasks.ruler.cwe_utils", _WORDS)
         self.largest = len(self._cwe.WORDS)
 
     def make(self, size: int, index: int, seed: int) -> PromptParts:

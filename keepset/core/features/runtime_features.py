@@ -115,14 +115,12 @@ class ModelStatistics(Feature[Statistics]):
         covariances: whether the method reads covariances. They take memory: paged runtimes then show fewer layers at
             once.
         rotates: whether the method rotates by the measured frequencies, for which a token needs a single position.
-        modules: the kind of modules on hidden states that the method needs, as in `Statistics.hidden`; "" for none.
     """
 
     name = "statistics of the model"
 
     file: str
     predictors: bool = field(default=False, repr=False)
-    modules: str = field(default="", repr=False)
     covariances: bool = field(default=False, compare=False, repr=False)
     rotates: bool = field(default=False, compare=False, repr=False)
 
@@ -141,11 +139,6 @@ class ModelStatistics(Feature[Statistics]):
             raise KeepsetError(
                 f"The statistics {measured.name!r} hold no networks for distilled: make them again with keepset "
                 "calibrate --teacher reread --teacher prompt_queries."
-            )
-        if self.modules and self.modules not in measured.hidden:
-            raise KeepsetError(
-                f"The statistics {measured.name!r} hold no modules of {self.modules}: make them again with keepset "
-                "calibrate --import and what its authors have published for this model."
             )
         return measured
 

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepset.core.hidden_predictor import HiddenPredictor
 from keepset.hf.model_support import head_dim_of
 
 
@@ -23,14 +22,12 @@ class ModelShape:
         query_heads: query heads of a layer.
         kv_heads: KV heads of a layer.
         head_dim: numbers per key.
-        hidden: numbers of a hidden state.
     """
 
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
-    hidden: int
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
@@ -38,13 +35,10 @@ class ModelShape:
         config = model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return cls(config.num_hidden_layers, heads, kv_heads, head_dim_of(model), config.hidden_size)
+        return cls(config.num_hidden_layers, heads, kv_heads, head_dim_of(model))
 
     def __str__(self) -> str:
-        return (
-            f"{self.layers} layers, {self.query_heads} query and {self.kv_heads} KV heads of size {self.head_dim}, and "
-            f"hidden states of size {self.hidden}"
-        )
+        return f"{self.layers} layers, {self.query_heads} query and {self.kv_heads} KV heads of size {self.head_dim}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +66,6 @@ class Artefact:
         format: the name of the format.
         fields: fields of `LayerStatistics` by their names, with an axis for the layers in front.
         retrieval: how much each KV head retrieves.
-        modules: modules on hidden states.
         partner: index of the number with which each number of a head is rotated, if the fields depend on it.
         made: the file's facts on how it was made or is used; plain JSON.
         advice: how a recipe must use it to follow its authors; "" if defaults do so.
@@ -81,7 +74,6 @@ class Artefact:
     format: str
     fields: Mapping[str, Float[Tensor, "layers heads *rest"]] = field(default_factory=dict)
     retrieval: Float[Tensor, "layers kv_heads"] | None = None
-    modules: Sequence[HiddenPredictor] = ()
     partner: Int[Tensor, " head_dim"] | None = None
     made: Mapping[str, Any] = field(default_factory=dict)
     advice: str = ""
@@ -89,8 +81,7 @@ class Artefact:
     @property
     def gives(self) -> list[str]:
         """Return the names of the statistics that it gives."""
-        retrieval = [] if self.retrieval is None else ["retrieval"]
-        return [*self.fields, *retrieval, *({module.kind for module in self.modules})]
+        return [*self.fields, *([] if self.retrieval is None else ["retrieval"])]
 
     def fits(self, shape: ModelShape) -> bool:
         """Return whether it fits a model of this shape."""
@@ -101,11 +92,8 @@ class Artefact:
             "covariance": (layers, heads, dim, dim),
             "norm": (layers, heads, dim),
         }
-        return (
-            all(each.shape == wanted[name] for name, each in self.fields.items())
-            and (self.retrieval is None or self.retrieval.shape == (layers, kv_heads))
-            and (not self.modules or len(self.modules) == layers)
-            and all((each.kv_heads, each.inputs) == (kv_heads, shape.hidden) for each in self.modules)
+        return all(each.shape == wanted[name] for name, each in self.fields.items()) and (
+            self.retrieval is None or self.retrieval.shape == (layers, kv_heads)
         )
 
     @property

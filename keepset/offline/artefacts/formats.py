@@ -13,78 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.core.hidden_predictor import HiddenGate, HiddenNetwork
 from keepset.offline.artefacts.artefact import Artefact, Found
-
-_KVZAP_NAME = re.compile(r"layers\.(0|[1-9]\d*)\.((?:[02]\.)?(?:weight|bias))")
-_LINEAR = {"weight": "weight", "bias": "bias"}
-_MLP = {"0.weight": "hidden_weight", "0.bias": "hidden_bias", "2.weight": "weight", "2.bias": "bias"}
-
-
-def kvzap(found: Found) -> Artefact | None:
-    """Return KVzap's modules (arXiv:2601.07891) from the safetensors file of kvpress' `KVzapModel.save_pretrained`.
-
-    Tensors are `layers.N.weight` and `layers.N.bias` of linear modules, or `layers.N.0.*` and `layers.N.2.*` of
-    networks with one hidden layer. The config has `input_dim`, `output_dim`, `hidden_dim` and `n_modules`.
-    """
-    names = {name: _KVZAP_NAME.fullmatch(name) for name in found.tensors}
-    if not names or not all(names.values()):
-        return None
-    layers: dict[int, dict[str, Tensor]] = {}
-    for name, match in names.items():
-        assert match is not None
-        layers.setdefault(int(match[1]), {})[match[2]] = found.tensors[name]
-    if sorted(layers) != list(range(len(layers))):
-        raise ValueError("modules are missing")
-    fields = _LINEAR if "weight" in layers[0] else _MLP
-    if any(set(each) != set(fields) for each in layers.values()):
-        raise ValueError("modules are of different kinds")
-    modules = [
-        HiddenNetwork.of({fields[name]: each for name, each in layers[index].items()}) for index in range(len(layers))
-    ]
-    width = None if modules[0].hidden_bias is None else len(modules[0].hidden_bias)
-    are = {
-        "n_modules": len(modules),
-        "input_dim": modules[0].inputs,
-        "output_dim": modules[0].kv_heads,
-        "hidden_dim": width,
-    }
-    if any(found.config[name] != value for name, value in are.items() if name in found.config):
-        raise ValueError("the config is of other modules")
-    return Artefact("KVzap", modules=modules, made={"hidden_dim": width})
-
-
-_GATE = {
-    "q_proj.weight": "query_weight",
-    "q_proj.bias": "query_bias",
-    "k_proj.weight": "key_weight",
-    "q_norm.weight": "query_norm",
-    "k_norm.weight": "key_norm",
-    "k_base": "base",
-    "b": "offset",
-}
-
-
-def fast_kvzip(found: Found) -> Artefact | None:
-    """Return Fast KVzip's gates (arXiv:2601.17668) from the `.pt` file of its authors' `optim.py`.
-
-    The file is a dictionary. `module` is a list with the state of each layer's gate; training curves beside it are left
-    out. Gates without base keys, which the authors' program can train but not load, are refused.
-    """
-    if not isinstance(found.unpickled, dict) or not isinstance(states := found.unpickled.get("module"), list):
-        return None
-    return Artefact("Fast KVzip", modules=[_gate(state) for state in states])
-
-
-def _gate(state: Mapping[str, Tensor]) -> HiddenGate:
-    if not isinstance(state, Mapping) or set(state) != set(_GATE):
-        raise ValueError("not the state of a gate")
-    fields = {_GATE[name]: tensor for name, tensor in state.items()}
-    # Both have an axis of length 1 for the tokens.
-    if fields["base"].ndim != 4 or fields["offset"].ndim != 3:
-        raise ValueError("base keys or offsets have another shape")
-    return HiddenGate.of({**fields, "base": fields["base"].squeeze(1), "offset": fields["offset"].squeeze(1)})
-
 
 TABLE = "full_attention_heads.tsv"
 
@@ -185,11 +114,4 @@ def _joined(first: Tensor, second: Tensor, style: str) -> Tensor:
     return torch.stack([first, second], -1).flatten(-2) if style == _INTERLEAVED else torch.cat([first, second], -1)
 
 
-FORMATS: Sequence[Callable[[Found], Artefact | None]] = (
-    kvzap,
-    fast_kvzip,
-    duo_attention,
-    qfilters,
-    expected_attention,
-    triattention,
-)
+FORMATS: Sequence[Callable[[Found], Artefact | None]] = (duo_attention, qfilters, expected_attention, triattention)

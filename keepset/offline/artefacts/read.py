@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -21,14 +20,6 @@ from keepset.offline.artefacts.formats import FORMATS, TABLE
 _CONFIG, _TENSORS = "config.json", "model.safetensors"
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, EOFError)
 """The errors that reading damaged contents raises. PyTorch's are RuntimeErrors."""
-_RECONSTRUCT = np.zeros(1).__reduce__()[0]
-_PLAIN: list[Any] = [
-    *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
-    np.ndarray,
-    np.dtype,
-    *(type(np.dtype(kind)) for kind in (np.float32, np.float64)),
-]
-"""Types that a `.pt` file may hold beside tensors and plain data: arrays, such as Fast KVzip's training curves."""
 
 
 def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
@@ -54,8 +45,8 @@ def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
         raise KeepsetError(f"{str(path)!r} is damaged, or its format has changed: download it again.") from None
     if artefact is None:
         raise KeepsetError(
-            f"{str(path)!r} holds nothing that keepset can import: give a published file or folder of KVzap, Fast "
-            "KVzip, DuoAttention, Q-Filters, Expected Attention (kvpress) or TriAttention."
+            f"{str(path)!r} holds nothing that keepset can import: give a published file or folder of "
+            "DuoAttention, Q-Filters, Expected Attention (kvpress) or TriAttention."
         )
     shape = ModelShape.of(model)
     if not artefact.fits(shape):
@@ -75,12 +66,9 @@ def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") ->
     layers = {}
     for index, measured in statistics.layers.items():
         fields = {field: numbers[index].contiguous() for field, numbers in artefact.fields.items()}
-        kv_heads = len(measured.direction)
         gates = None if artefact.retrieval is None else artefact.retrieval[index]
-        fits = (
-            all(numbers.shape == getattr(measured, field).shape for field, numbers in fields.items())
-            and (gates is None or len(gates) == kv_heads)
-            and all(module.kv_heads == kv_heads for module in artefact.modules[index : index + 1])
+        fits = all(numbers.shape == getattr(measured, field).shape for field, numbers in fields.items()) and (
+            gates is None or len(gates) == len(measured.direction)
         )
         if not fits:
             raise KeepsetError(
@@ -95,13 +83,10 @@ def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") ->
     retrieval = statistics.retrieval
     if artefact.retrieval is not None:
         retrieval = {index: artefact.retrieval[index].contiguous() for index in layers}
-    hidden = dict(statistics.hidden)
-    if artefact.modules:
-        hidden[artefact.modules[0].kind] = {index: artefact.modules[index] for index in layers}
     origin = {"format": artefact.format, "file": name, "gives": artefact.gives, **artefact.made}
     imported = [*statistics.provenance.get("imported", []), origin]
     provenance = {**statistics.provenance, "imported": imported}
-    return replace(statistics, layers=layers, retrieval=retrieval, hidden=hidden, provenance=provenance)
+    return replace(statistics, layers=layers, retrieval=retrieval, provenance=provenance)
 
 
 def _found(path: Path) -> Found:
@@ -134,14 +119,13 @@ def _unpickled(path: Path) -> Any:
     """Return the contents of a `.pt` file without running any code in it."""
     path.open("rb").close()  # later errors are about its contents
     try:
-        with torch.serialization.safe_globals(_PLAIN):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise ValueError("the archive ends early") from None
     except pickle.UnpicklingError:
         raise KeepsetError(
             f"{str(path)!r} is damaged, or contains code, which keepset does not run. If you trust it, extract its "
             'tensors: python -c "import sys, torch; whole = torch.load(sys.argv[1], weights_only=False); '
-            "torch.save({name: whole[name] for name in ('module', 'metadata', 'stats') if name in whole}, "
+            "torch.save({name: whole[name] for name in ('metadata', 'stats') if name in whole}, "
             f'sys.argv[2])" {path.name} plain.pt'
         ) from None

@@ -133,8 +133,12 @@ def test_data_that_cannot_be_had_are_one_sentence(address: str) -> None:
         (ValueError("First. Second.\nThird."), "a cannot be loaded (First): check"),
         (RuntimeError(), "a cannot be loaded (RuntimeError): check"),
         (
-            ModuleNotFoundError("No module named 'x'"),
-            "a needs a package that is missing (No module named 'x'): install",
+            ModuleNotFoundError("No module named 'x'", name="x"),
+            "a needs a package that is missing (No module named 'x'): install it.",
+        ),
+        (
+            ModuleNotFoundError("No module named 'langdetect'", name="langdetect.detector"),
+            "a needs a package that is missing (No module named 'langdetect'): run `pip install \"lm-eval[ifeval]\"`.",
         ),
         (KeepsetError("Our own."), "Our own."),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ def manager() -> Any:
 
     folder = Path(tasks.__file__).parent / "longbench"
     return tasks.TaskManager(include_defaults=False, include_path=str(folder))
+
+
+def test_a_package_that_is_missing(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.longbench.metrics", raising=False)
+    with pytest.raises(KeepsetError, match=r'\(import of jieba .*\): run `pip install "lm-eval\[longbench\]"`\.$'):
+        task("longbench_qasper").examples(tokenizer)
 
 
 @pytest.mark.few(8)

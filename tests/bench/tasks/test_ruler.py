@@ -296,12 +296,20 @@ def test_damaged_documents(name: str, text: str, tmp_path: Path, tokenizer: Any)
 
 
 @pytest.mark.parametrize(
-    "name, package", [("niah_single_1", "wonderwords"), ("ruler_vt", "lm_eval.tasks.ruler.vt_utils")]
+    "name, package, extra",
+    [
+        ("niah_single_1", "wonderwords", r"lm-eval\[ruler\]"),
+        ("ruler_cwe", "wonderwords", r"lm-eval\[ruler\]"),
+        ("ruler_vt", "lm_eval.tasks.ruler.vt_utils", r"keepset\[eval\]"),
+    ],
 )
-def test_a_package_that_is_missing(name: str, package: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing(
+    name: str, package: str, extra: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.cwe_utils", raising=False)
     ruler_prompts._words.cache_clear()
-    with pytest.raises(KeepsetError, match=rf'{package.partition(".")[0]}, .*: run `pip install "keepset\[eval\]"`\.$'):
+    with pytest.raises(KeepsetError, match=rf'cannot be imported \(.*{package}.*\): run `pip install "{extra}"`\.$'):
         task(name, 1000).examples(tokenizer, limit=1)
 
 

@@ -13,17 +13,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from keepset.core.hidden_predictor import HiddenGate
 from keepset.core.statistics import Statistics, load, save
 from keepset.errors import KeepsetError
 from keepset.offline.artefacts.artefact import Artefact
 from keepset.offline.artefacts.read import read_artefact, with_artefact
-from tests.core.test_hidden_predictor import naive_scores
 from tests.hf.models import statistics, tiny
 
-LAYERS, HEADS, KV_HEADS, DIM, HIDDEN = 2, 4, 2, 16, 64
+LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 """The sizes of the tiny model `llama`."""
 
 
@@ -58,39 +56,6 @@ def same_but(changed: Statistics, *fields: str) -> bool:
         for index, layer in changed.layers.items()
         for name, number in vars(layer).items()
     )
-
-
-def kvzap(path: Path, width: int | None = 5, dtype: torch.dtype = torch.bfloat16) -> Path:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(
-        nn.Linear(HIDDEN, KV_HEADS)
-        if width is None
-        else nn.Sequential(nn.Linear(HIDDEN, width), nn.GELU(), nn.Linear(width, KV_HEADS))
-        for _ in range(LAYERS)
-    ).to(dtype)
-    config = dict(
-        model_type="kvzap", input_dim=HIDDEN, output_dim=KV_HEADS, hidden_dim=width, n_modules=LAYERS, dtype="bfloat16"
-    )
-    return folder(path, config, {f"layers.{name}": each for name, each in layers.state_dict().items()})
-
-
-def fast_kvzip(path: Path, bases: int = 3) -> Path:
-    """A `.pt` file with gates, and with training curves as arrays beside them."""
-    group, dim = HEADS // KV_HEADS, 3
-
-    def gate() -> dict[str, Tensor]:
-        return {
-            "q_proj.weight": rand(KV_HEADS * group * dim, HIDDEN).bfloat16(),
-            "q_proj.bias": rand(KV_HEADS * group * dim).bfloat16(),
-            "k_proj.weight": rand(KV_HEADS * dim, HIDDEN).bfloat16(),
-            "q_norm.weight": rand(dim),
-            "k_norm.weight": rand(dim),
-            "b": rand(KV_HEADS, 1, group).bfloat16(),
-            **({"k_base": rand(KV_HEADS, 1, bases, dim)} if bases else {}),
-        }
-
-    torch.save({"module": [gate() for _ in range(LAYERS)], "loss": np.ones((3, LAYERS))}, path)
-    return path
 
 
 def duo_attention(path: Path, gates: Any = None) -> Path:
@@ -130,41 +95,6 @@ def triattention(path: Path, style: str = "half", heads: int = HEADS) -> Path:
     metadata = {"head_dim": DIM, "rope_style": style, "model_name": "m", "sampled_heads": [[0, 0]]}
     torch.save({"metadata": metadata, "stats": stats}, path)
     return path
-
-
-@pytest.mark.parametrize("width", [None, 5], ids=["linear", "mlp"])
-def test_kvzap(tmp_path: Path, width: int | None) -> None:
-    artefact, changed = imported(kvzap(tmp_path / "KVzap", width))
-    assert artefact.gives == ["kvzap"] and same_but(changed)
-    torch.manual_seed(0)
-    hidden = rand(1, 6, HIDDEN)
-    for index in range(LAYERS):
-        if width is None:
-            own: nn.Module = nn.Linear(HIDDEN, KV_HEADS)
-        else:
-            own = nn.Sequential(nn.Linear(HIDDEN, width), nn.GELU(), nn.Linear(width, KV_HEADS))
-        module = changed.hidden["kvzap"][index]
-        with torch.no_grad():  # the published weights are rounded
-            expected = own.bfloat16().float()(hidden).transpose(1, 2)
-        torch.testing.assert_close(module.scores(hidden), expected)
-        assert all(each.dtype == torch.bfloat16 for each in module.tensors.values())
-    assert changed.provenance["imported"][0]["format"] == "KVzap"
-
-
-def test_kvzaps_file_alone_is_enough(tmp_path: Path) -> None:
-    path = kvzap(tmp_path / "KVzap")
-    (path / "config.json").unlink()
-    assert read_artefact(path / "model.safetensors", tiny("llama")).gives == ["kvzap"]
-
-
-def test_fast_kvzip(tmp_path: Path) -> None:
-    artefact, changed = imported(fast_kvzip(tmp_path / "q2_dim3_sink3.pt"))
-    assert artefact.gives == ["fast_kvzip"] and same_but(changed)
-    hidden = rand(1, 6, HIDDEN)
-    state = torch.load(tmp_path / "q2_dim3_sink3.pt", weights_only=False)["module"]
-    for index, module in changed.hidden["fast_kvzip"].items():
-        assert isinstance(module, HiddenGate) and torch.equal(module.base, state[index]["k_base"][:, 0])
-        torch.testing.assert_close(module.scores(hidden)[0], naive_scores(module, hidden[0]), rtol=1e-4, atol=1e-6)
 
 
 def test_duo_attention(tmp_path: Path) -> None:
@@ -214,12 +144,12 @@ def test_neighbours_that_rotate_together_are_not_halves(tmp_path: Path) -> None:
         with_artefact(cohere, read_artefact(triattention(tmp_path / "half.pt"), tiny("cohere")), "half.pt")
 
 
-MAKERS = [kvzap, fast_kvzip, duo_attention, q_filters, expected_attention, triattention]
+MAKERS = [duo_attention, q_filters, expected_attention, triattention]
 every_format = pytest.mark.parametrize("make", MAKERS, ids=[make.__name__ for make in MAKERS])
 
 
 def made(make: Callable[[Path], Path], path: Path) -> Path:
-    return make(path / ("a.pt" if make in (fast_kvzip, triattention) else "a"))
+    return make(path / ("a.pt" if make is triattention else "a"))
 
 
 @every_format
@@ -248,11 +178,6 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         read_artefact(path, tiny("llama"))
 
 
-def test_gates_without_base_keys_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(KeepsetError, match="is damaged, or its format has changed"):
-        read_artefact(fast_kvzip(tmp_path / "a.pt", bases=0), tiny("llama"))
-
-
 class _Runs:
     """Makes a folder when it is unpickled."""
 
@@ -264,7 +189,7 @@ class _Runs:
 
 
 def test_a_file_that_asks_to_run_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"module": [], "more": _Runs(tmp_path / "ran")}, tmp_path / "a.pt")
+    torch.save({"metadata": {}, "stats": {}, "more": _Runs(tmp_path / "ran")}, tmp_path / "a.pt")
     (tmp_path / "b.pt").write_bytes(pickle.dumps(_Runs(tmp_path / "ran"), protocol=2))
     for name in ("a.pt", "b.pt"):
         with pytest.raises(KeepsetError, match="contains code, which keepset does not run"):
