@@ -10,7 +10,6 @@ from typer import Exit, Option
 from typer.core import TyperGroup
 
 from keepset import __version__
-from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare, demo
 from keepset.cli.compile import compile
@@ -22,6 +21,7 @@ from keepset.cli.generate import generate
 from keepset.cli.grid import sanitize
 from keepset.cli.latency import latency
 from keepset.cli.methods import methods
+from keepset.cli.options import group
 from keepset.cli.reproduce import reproduce
 from keepset.cli.results import results
 from keepset.cli.serve import serve
@@ -99,6 +99,7 @@ app.command(
 for command in (trace, calibrate, compile, reproduce):
     app.command()(command)
 app.add_typer(context_commands)
+bench = group("bench", "Measure how fast recipes are.")
 bench.command()(latency)
 app.add_typer(bench)
 app.add_typer(diagnose)

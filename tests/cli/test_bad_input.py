@@ -26,9 +26,6 @@ from tests.hf.models import statistics
 COMPARE = ("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16")
 PLACE = "cannot be written: give a file in a folder that exists"
 NO_PLACE = "is no place for a file"
-URL = "bench serve --url http://127.0.0.1:9"
-LEFT_OUT = "leave out --recipe, --contexts and options for vLLM"
-BENCH = "bench serve --recipe 'snapkv(keep=512,every=256)'"
 ASK = "context ask words"
 BUILD = "context build --out saved"
 COMPILE = "compile --out a"
@@ -78,21 +75,6 @@ REFUSED = [
     ("bench latency --output-tokens 0", "--output-tokens 0 is out of range"),
     ("bench latency --recipes snapkv", "does not say how much to keep"),
     ("bench latency --json absent/a", PLACE),
-    ("bench serve --recipe snapvk", "did you mean 'snapkv'?"),
-    ("bench serve --recipe snapkv", "does not say how much to keep"),
-    (f"{BENCH} --requests 0", "--requests 0 is out of range"),
-    (f"{BENCH} --start-timeout nan", "--start-timeout nan is out of range"),
-    (f"{BENCH} --load-timeout 0", "--load-timeout 0.0 is out of range"),
-    (f"{BENCH} m -- --port 8000", "--port is not for the benchmark"),
-    (f"{BENCH} m n", "'n' is no option for vLLM"),
-    (f"{BENCH} --contexts --question-tokens 0", "--question-tokens 0 is out of range"),
-    (f"{BENCH} --json absent/a.json", PLACE),
-    (f"{BENCH} --html .", PLACE),
-    ("bench serve --url http://example.org", "is not on this machine"),
-    (f"{URL} --recipe 'tova(keep=9)'", LEFT_OUT),
-    (f"{URL} m -- --x", LEFT_OUT),
-    (f"{URL} --contexts", LEFT_OUT),
-    (f"{URL} --url http://127.0.0.1:9", "--url is given once, or twice for two servers"),
     ("calibrate --out a --tokens 15", "--tokens 15 is out of range: use a whole number from 16"),
     ("calibrate --out a --length 3", "--length 3 is out of range"),
     ("calibrate --out a --seed -1", "--seed -1 is out of range"),
@@ -349,7 +331,7 @@ def test_a_hub_out_of_reach_leaves_nothing_behind(run: Run, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     "words",
-    ["compare --prompt-tokens many", "eval gsm8k --mode aware", "comprae", "generate", "tune", "bench serve --x"],
+    ["compare --prompt-tokens many", "eval gsm8k --mode aware", "comprae", "generate", "tune", "bench latency --x"],
 )
 def test_words_that_are_no_command(run: Run, words: str) -> None:
     done = run(*words.split())

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from keepset.bench.record import FULL
 from keepset.cli import console
-from keepset.cli.bench import print_table
 from keepset.core.tables import save
 from tests.bench.analysis.cells import cells
 from tests.cli.conftest import Run
@@ -101,21 +100,6 @@ def test_no_name_is_broken_of_files(run: Run, printed: Printed) -> None:
         ("calibrate", "--text", "text", "--out", "stats", "--tokens", "300", "--length", "100", "--gate-steps", "0"),
     ):
         assert run(*words).code == 0, words
-    printed.check()
-
-
-def test_no_name_is_broken_of_a_load(printed: Printed) -> None:
-    figures: dict[str, Any] = {
-        **{name: {"mean": 1.5, "max": 2.0} for name in ("running", "waiting", "kv_usage")},
-        **{name: {"p50": 0.5, "p99": 1.0} for name in ("first_token_seconds", "seconds_per_token", "request_seconds")},
-        **dict(requests=28, failed=0, seconds=9.5, output_tokens_per_second=123.4, preemptions=3.0, errors=[]),
-        "keepset": {"entries_kept": 1e6, "event_seconds": 0.25},
-    }
-    servers = [{"name": name, "summary": figures} for name in ("plain", "recipe")]
-    load = {"requests": 28, "prompt_tokens": 512, "output_tokens": 256, "concurrency": 28}
-    load |= {"rounds": 1, "question_tokens": 0}
-    result = {"model": "SmolLM2-135M-Instruct", "load": load, "recipe": LONG, "servers": servers}
-    print_table(result)
     printed.check()
 
 

@@ -13,7 +13,7 @@ import torch
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import FULL, Record
-from keepset.bench.report import compare, compiled, results, serving, tune
+from keepset.bench.report import compare, compiled, results, tune
 from keepset.core.tables import Tables
 from keepset.texts import Needle
 from tests.bench.analysis.cells import cell, cells
@@ -142,34 +142,6 @@ def latency_row(recipe: str, tokens: int, peak: int | None = 10**9, error: str |
     return {**head, "rounds": [measured, {**measured, "first_seconds": 3.0}], **medians}
 
 
-def request(index: int, seconds: float | None, error: str | None = None) -> dict[str, Any]:
-    times = dict.fromkeys(("first_token_seconds", "seconds_per_token", "seconds"), seconds)
-    counts = {"index": index, "start": 0.0, "prompt_tokens": 5, "output_tokens": 4}
-    return {**counts, **times, "error": error, "chunks": [1.0] * 3}
-
-
-def server(name: str) -> dict[str, Any]:
-    samples: list[dict[str, Any]] = [
-        {"time": t, "running": t, "waiting": 0, "preemptions": 0, "kv_usage": t / 10} for t in (0.0, 1.0, 2.0, 2.5)
-    ]
-    samples.append({"time": 3.0, **dict.fromkeys(("running", "waiting", "preemptions", "kv_usage"))})
-    requests = [request(0, 3.0), request(1, 1.0), request(2, 2.0), request(3, 0.5, EVIL), request(4, None, EVIL)]
-    rate = 9.0 if name == "recipe" else 6.0
-    summary: dict[str, Any] = {
-        **{"errors": [EVIL], "requests": 5, "failed": 2, "output_tokens_per_second": rate, "keepset": {EVIL: rate}},
-        **{key: {"p50": 2.0} for key in ("first_token_seconds", "seconds_per_token", "request_seconds")},
-        **{key: {"max": 2.0} for key in ("running", "waiting", "kv_usage")},
-    }
-    head = {"name": name, "recipe": None, "command": [EVIL], "summary": summary}
-    return {**head, "samples": samples, "requests": requests}
-
-
-def served(*names: str) -> dict[str, Any]:
-    load = {"requests": 5, "prompt_tokens": 5, "output_tokens": 4, "concurrency": 2, "rounds": 2, "seed": 0}
-    head = {"model": EVIL, "recipe": EVIL, "load": load, "options": ["--x", EVIL], "keepset": "0"}
-    return {**head, "servers": [server(name) for name in names]}
-
-
 CURVE = [{"step": step, "bellman": 0.5 - step / 100, "conservative": step / 100} for step in range(0, 30, 10)]
 
 
@@ -209,7 +181,6 @@ TUNED = (
 PAGES = {
     "compare": lambda: compare.render(comparison(), TOKENS),
     "results": results_page,
-    "serving": lambda: serving.render(served(EVIL, "recipe")),
     "compiled": lambda: compiled.render(tables()),
     "tune": lambda: tune.render(tuned(*TUNED)),
 }

@@ -1,4 +1,4 @@
-"""What `results`, `latency`, `serve`, `compile` and `tune` say; `test_pages.py` has how pages are drawn."""
+"""What `results`, `latency`, `compile` and `tune` say; `test_pages.py` has how pages are drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.record import FULL
-from keepset.bench.report import compiled, serving, tune
+from keepset.bench.report import compiled, tune
 from keepset.cli.latency import conclusion, table
 from tests.bench.analysis.cells import cell, cells
 from tests.bench.report.pages import (
@@ -22,11 +22,9 @@ from tests.bench.report.pages import (
     data_of,
     latency_row,
     lines,
-    request,
     results_page,
     rows,
     sections,
-    served,
     sweep,
     tables,
     traces,
@@ -169,31 +167,6 @@ def test_latencies_that_overlap_are_a_tie_and_two_rounds_say_nothing() -> None:
     assert concluded(timed("a", 3.0, 3.1)) == ""  # interrupted in its last round
 
 
-def test_serving_opens_with_what_the_load_has_shown() -> None:
-    said = serving.conclusion(served("plain", "recipe"))
-    assert said.startswith("With the recipe vLLM makes 1.50 times plain vLLM's output tokens a second")
-    assert said.endswith("Each server ran once, so there is no interval.")
-    assert serving.conclusion(served("server")) == "3 of 5 requests were answered, 6.0 output tokens a second."
-    nothing = served("plain", "recipe")
-    nothing["servers"][0]["summary"]["output_tokens_per_second"] = None
-    assert "plain vLLM answered none" in serving.conclusion(nothing)
-
-
-def test_serving_shows_samples_and_answered_requests() -> None:
-    page = serving.render(served("plain", "recipe"))
-    running = chart(page, "running")
-    assert [trace["name"] for trace in running] == ["plain", "recipe"]
-    assert running[0]["x"] == running[0]["y"] == [1, 2, 2.5]
-    assert chart(page, "usage")[1]["y"][0] == 0.1
-    shares = chart(page, "request")[0]
-    assert shares["x"] == [1, 1, 2, 3]
-    assert shares["y"] == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert ["output tokens/s", "6.0", "9.0", "x1.50 better"] in rows(page)
-    assert [f"keepset: {EVIL.replace('_', ' ')}", "6", "9", "x1.50"] in rows(page)
-    assert data_of(page)["facts"][0] == ["Recipe", EVIL]
-    assert data_of(page)["sections"][-1]["items"] == [f"{name}: {EVIL}" for name in ("plain", "recipe")]
-
-
 def near(drawn: Any, table: Any) -> bool:
     """Whether a chart has the numbers of a table, of which it shows four digits."""
     return np.allclose(drawn, np.asarray(table), rtol=0, atol=1e-4)
@@ -266,10 +239,3 @@ def test_a_browser_switches_to_another_option(load: Any) -> None:
     for budget in (1, 0):
         page.select_option("#budget", str(budget))
         assert near(traces(page, "heads")[0]["z"], tables().weights[budget])
-
-
-def test_a_browser_says_that_nothing_was_measured(load: Any) -> None:
-    empty = {**served("server"), "recipe": None}
-    empty["servers"][0] |= {"samples": [], "requests": [request(0, None, "gone")]}
-    page = load(serving.render(empty))
-    assert page.locator("#running").text_content() == "Nothing was measured."
