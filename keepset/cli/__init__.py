@@ -25,7 +25,6 @@ from keepset.cli.options import group
 from keepset.cli.reproduce import reproduce
 from keepset.cli.results import results
 from keepset.cli.serve import serve
-from keepset.cli.trace import trace
 from keepset.cli.tune import tune
 from keepset.cli.ui import ui
 from keepset.errors import KeepsetError
@@ -34,7 +33,7 @@ from keepset.plugins import add as add_plugin
 SECTIONS = {
     "Commands to begin with": ("demo", "ui", "methods"),
     "Commands that compress": ("generate", "context", "serve"),
-    "Commands that compare recipes on your text": ("compare", "tune", "trace", "diagnose"),
+    "Commands that compare recipes on your text": ("compare", "tune", "diagnose"),
     "Commands that measure": ("eval", "results", "bench", "reproduce"),
     "Commands that prepare a model": ("calibrate", "compile"),
 }
@@ -96,7 +95,7 @@ app.command()(results)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
 )(serve)
-for command in (trace, calibrate, compile, reproduce):
+for command in (calibrate, compile, reproduce):
     app.command()(command)
 app.add_typer(context_commands)
 bench = group("bench", "Measure how fast recipes are.")

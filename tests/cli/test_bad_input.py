@@ -156,10 +156,6 @@ REFUSED = [
     ("results empty.sqlite --csv absent/a.csv", "'absent/a.csv' cannot be written"),
     ("results empty.sqlite --csv ./empty.sqlite", "name different files"),
     ("results empty.sqlite --csv a --html a", "name different files"),
-    ("trace", "There is nothing to start from"),
-    ("trace ' '", "The prompt is empty"),
-    ("trace Hi --recipe tova", "does not say how much to keep"),
-    ("trace Hi --output-tokens 0", "--output-tokens 0 is out of range"),
     ("tune --text text --budget half", "The budget 'half' is not a number"),
     ("tune --text text --budget 0.5,0.25", "--budget '0.5,0.25' has several values"),
     ("tune --text text --seed -1", "--seed -1 is out of range"),
@@ -232,7 +228,6 @@ def test_models_that_are_none(run: Run, words: str, because: str) -> None:
         ),
         ("generate Hello --text long", "do not fit the model's context of 2048: give a shorter text"),
         ("generate Hello --recipe 'knorm(keep=8)' --question When?", "knorm is not aware of a task"),
-        ("trace Hi --output-tokens 3000", "do not fit the model's context of 2048"),
         ("context build --text long --out saved", "do not fit the model's context of 2048: give a shorter text."),
         ("bench latency --prompt-tokens 1500 --text text", "fewer than 1500: give a longer --text"),
         ("bench latency --prompt-tokens 4000", "do not fit the model's context of 2048"),
@@ -283,9 +278,8 @@ def test_scores_that_are_nan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.code == 1 and f"knorm(keep=0.5): {sentence}" in " ".join(done.out.split())
     rows = json.loads(Path("figures").read_text())["rows"]
     assert sentence in rows[0]["error"] and "kl" not in rows[0] and rows[1]["kl"] > 0
-    for words in (("generate", "Hello, who is there?", "--recipe"), ("trace", "--text", "text", "--recipe")):
-        done = run(*words, "adakv(knorm, keep=8)")
-        assert done.code == 2 and sentence in done.err
+    done = run("generate", "Hello, who is there?", "--recipe", "adakv(knorm, keep=8)")
+    assert done.code == 2 and sentence in done.err
     # Whoever serves a request wants an answer, though one number overflowed: NaN is the worst of scores there.
     model, tokenizer = models.load()
     cache = keepset.Cache(model, "knorm(keep=8)")

@@ -21,7 +21,6 @@ from tests.core.test_tables import random_tables
 COLUMNS = 80
 LONG = "adakv(expected_attention(future=16, buffer=8), keep=0.5), streaming_llm(keep=0.25)"
 DECODING = "pyramid(expected_attention(future=16, buffer=4), keep=48), streaming_llm(keep=32)"
-TRACED = DECODING.partition("), s")[0] + ", every=16)"
 TEXT = ("--text", "text", "--prompt-tokens")
 
 
@@ -74,7 +73,6 @@ def sweep(tmp_path: Path) -> None:
         ("results", "sweep.sqlite"),
         ("compare", *TEXT, "100", "--continuation", "8", "--recipes", LONG),
         ("compare", *TEXT, "60", "--continuation", "40", "--decode", "--every", "16", "--recipes", DECODING),
-        pytest.param(("trace", "Go on.", "--recipe", TRACED, "--output-tokens", "40"), marks=pytest.mark.full),
         pytest.param(
             ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes", LONG),
             marks=pytest.mark.full,

@@ -1,24 +1,20 @@
-"""Events of a generation: `EventFigures` measures what each event kept, `Tracer` runs and watches a generation."""
+"""What each event of a generation kept, in figures."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from keepset.allocators.ams import Segments
 from keepset.bench.analysis.diagnostics import (
-    REGION,
     by_depth,
     longest_run,
     middle_retention,
     proxy_segments,
-    repetition_rate,
     wipeout_rate,
 )
 from keepset.core.budget import Budget
@@ -26,7 +22,6 @@ from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.cache import Cache
-from keepset.recipe import Recipe
 
 
 class HeadSegments(NamedTuple):
@@ -139,66 +134,3 @@ class EventFigures:
 def _with_depths(name: str, values: Tensor) -> dict[str, float]:
     """Return the mean of a figure over all layers, and over the layers of each stage."""
     return {name: float(values.mean()), **{f"{name}_{stage}": value for stage, value in by_depth(values).items()}}
-
-
-class Tracer:
-    """Runs one generation under a recipe, and measures its events.
-
-    Attributes:
-        ids: the tokens so far, of which the first `prompt` are the prompt's.
-        events: the figures so far; they may be read at any time, also after Ctrl-C.
-    """
-
-    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
-        self.ids: list[int] = []
-        self.prompt = 0
-        self.events = EventFigures(recipe.method)
-        self._model, self._cache = model, Cache(model, recipe, observer=self._observe)
-        self._watching = 0.0
-        self._clock: list[float] = []
-
-    @torch.no_grad()
-    def generate(self, ids: Int[Tensor, "1 prompt"], on_token: Callable[[], None], **options: Any) -> None:
-        """Continue a prompt with the options of `model.generate`; call `on_token` after each token."""
-        self.ids, self.prompt, self._on_token = ids[0].tolist(), ids.shape[1], on_token
-        generate: Any = self._model.generate
-        generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache, streamer=self, **options)
-
-    def put(self, value: Tensor) -> None:
-        """Receive the stream of `model.generate`: the prompt, then one token after another."""
-        now = time.perf_counter()
-        self._clock.append(now - self._watching)
-        if len(self._clock) > 1:
-            self.ids += value.flatten().tolist()
-            self.events.look(self._cache)
-            self._on_token()
-        self._watching += time.perf_counter() - now
-
-    def end(self) -> None:
-        """Do nothing when the last token has been streamed."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures so far, as `keepset trace --json` prints them.
-
-        The speed covers the tokens after the first, without the time of measuring.
-        """
-        clock, keep_set = self._clock, self._cache.keep_set
-        return {
-            "recipe": str(self._cache.recipe),
-            "prompt_tokens": self.prompt,
-            "tokens": len(self.ids),
-            "region": REGION,
-            "repetition": repetition_rate(torch.tensor(self.ids[self.prompt :], dtype=torch.long)),
-            "tokens_per_second": (len(clock) - 2) / (clock[-1] - clock[1]) if len(clock) > 2 else None,
-            "heads": 0 if keep_set is None else keep_set.counts[:, 0].numel(),
-            "events": [
-                {"length": event.length, "entries": event.entries, "kept": event.kept, **event.figures}
-                for event in self.events.events
-            ],
-            "mean": self.events.means,
-        }
-
-    def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
-        start = time.perf_counter()
-        self.events.observe(observation, budget, keep_set)
-        self._watching += time.perf_counter() - start
