@@ -15,7 +15,6 @@ from keepset.cli.compare import compare, demo
 from keepset.cli.compile import compile
 from keepset.cli.console import note, say, say_starting, unsay_starting
 from keepset.cli.context import context as context_commands
-from keepset.cli.diagnose import diagnose
 from keepset.cli.eval import evaluate
 from keepset.cli.generate import generate
 from keepset.cli.grid import sanitize
@@ -33,7 +32,7 @@ from keepset.plugins import add as add_plugin
 SECTIONS = {
     "Commands to begin with": ("demo", "ui", "methods"),
     "Commands that compress": ("generate", "context", "serve"),
-    "Commands that compare recipes on your text": ("compare", "tune", "diagnose"),
+    "Commands that compare recipes on your text": ("compare", "tune"),
     "Commands that measure": ("eval", "results", "bench", "reproduce"),
     "Commands that prepare a model": ("calibrate", "compile"),
 }
@@ -101,7 +100,6 @@ app.add_typer(context_commands)
 bench = group("bench", "Measure how fast recipes are.")
 bench.command()(latency)
 app.add_typer(bench)
-app.add_typer(diagnose)
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ REPRODUCE = ("--model", "embedded", "--limit", "1", "--output-tokens", "4", "--d
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--output-tokens", "3"),
     "compare": ("compare", "--recipes", "tova", "--budgets", "0.5", "--prompt-tokens", "64", "--continuation", "8"),
-    "diagnose": ("diagnose", "gvote"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
     "eval": ("eval", "needle", *NEEDLE),

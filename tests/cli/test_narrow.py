@@ -77,7 +77,6 @@ def sweep(tmp_path: Path) -> None:
             ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes", LONG),
             marks=pytest.mark.full,
         ),
-        pytest.param(("diagnose", "gvote", *TEXT, "60"), marks=pytest.mark.full),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -102,6 +101,6 @@ def test_no_name_is_broken_of_files(run: Run, printed: Printed) -> None:
 
 
 def test_the_list_of_commands_cuts_no_sentence(run: Run) -> None:
-    for words in ((), ("context",), ("bench",), ("diagnose",)):
+    for words in ((), ("context",), ("bench",)):
         shown = run(*words, "--help").out
         assert not re.search(r"\w\.\.\.$", shown, re.M) and max(map(len, shown.splitlines())) <= COLUMNS
