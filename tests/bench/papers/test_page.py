@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from keepset.bench.papers.catalogue import entries
+
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "papers.md").read_text("utf-8")
 ROWS = [
@@ -36,6 +38,12 @@ def names(path: Path) -> set[str]:
 
     collect(ast.parse(path.read_text("utf-8")).body, "")
     return found
+
+
+def test_every_entry_is_there_with_what_it_needs() -> None:
+    said = dict(re.findall(r"^\| `keepset reproduce ([\w-]+)` \| [^|]* \| ([^|]*?) \|", TEXT, re.M))
+    assert said == {name: entry.state for name, entry in entries().items()}
+    assert "--tables (keepset compile)" in said["compilerkv-table-a1"]
 
 
 def test_there_is_a_row_for_each_formula() -> None:
