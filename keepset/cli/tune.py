@@ -5,9 +5,22 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from keepset.bench.report.table import (
+    Column,
+    Line,
+    Show,
+    Table,
+    decimals,
+    filled,
+    megabytes,
+    percent,
+    times,
+    whole_percent,
+    with_interval,
+)
 from keepset.cli.checks import check_whole, check_writable, note_few_entries, parse_budgets
-from keepset.cli.console import interruptible, load, output, progress, say, show_table, write
-from keepset.cli.options import Html, Json, takes_model
+from keepset.cli.console import interruptible, load, output, progress, say, show_table
+from keepset.cli.options import Json, takes_model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import read
@@ -28,7 +41,6 @@ def tune(
     ] = False,
     seed: Annotated[int, Option(help="Seed of the order of pieces and of the facts.")] = 0,
     json_file: Json = None,
-    html: Html = None,
 ) -> None:
     """Find the recipe that suits your text.
 
@@ -46,9 +58,8 @@ def tune(
         if [other.resolve() for other in text].count(path.resolve()) > 1:
             raise KeepsetError(f"{str(path)!r} is given twice: give each text once.")
     sources = [read(path) for path in text]
-    check_writable(json_file, html)
+    check_writable(json_file)
 
-    from keepset.bench.report.tune import render
     from keepset.bench.tune.excerpts import cut
     from keepset.bench.tune.tune import Tuner
 
@@ -72,15 +83,11 @@ def tune(
         raise KeyboardInterrupt
     result = tuner.to_json()
     output(result, json_file, lambda: print_result(result))
-    write(html, lambda: render(result))
     ending.say(f"in round {result['round']} of {result['rounds']}")
 
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the figures of all recipes as a table, and which of them to use."""
-    from keepset.bench.report.table import whole_percent
-    from keepset.bench.report.tune import interval, table
-
     say(
         f"{result['model']}, {result['budget']}: {result['pieces']} pieces of {result['tokens']} tokens, "
         f"{result['continuation_tokens']} after each.",
@@ -91,3 +98,40 @@ def print_result(result: dict[str, Any]) -> None:
     show_table(table(result))
     for sentence in result["verdict"]:
         say(sentence)
+
+
+_NATS = decimals(4)
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return the figures of all recipes, the best first, then those that have none."""
+    rows = result["rows"]
+    columns = [
+        Column("pieces", lambda row: row["pieces"], rank=3),
+        Column("MB", lambda row: row["kv_bytes"], megabytes, rank=2),
+        Column("of 16-bit", lambda row: row["share"], percent),
+        Column("KL", lambda row: row["kl"]["mean"], _NATS),
+        Column("95 %", lambda row: _ends(row["kl"], _NATS), rank=1),
+        Column("top-1", lambda row: row["top1"], whole_percent),
+        Column("prefill", lambda row: row["prefill_seconds"] / row["prefill_seconds_full"], times, rank=4),
+        Column("found", lambda row: row.get("found", {}).get("mean"), whole_percent),
+        Column("95 %", lambda row: _ends(row.get("found", {}), whole_percent), rank=1),
+    ]
+    made = Table("recipe", filled(columns, rows))
+    for row in rows:
+        style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
+        made.add(row["recipe"], row, style=style)
+    made.lines += [Line(each["recipe"], error=each["reason"]) for each in result["dropped"]]
+    return made
+
+
+def interval(figure: dict[str, float | None], show: Show) -> str:
+    """Return a mean with its interval in brackets; "not asked yet" if there is no mean."""
+    if figure["mean"] is None:
+        return "not asked yet"
+    return with_interval(figure["mean"], figure.get("low"), figure.get("high"), show)
+
+
+def _ends(figure: dict[str, float | None], show: Show) -> str | None:
+    low, high = figure.get("low"), figure.get("high")
+    return None if low is None or high is None else f"{show(low)}..{show(high)}"

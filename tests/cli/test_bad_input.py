@@ -89,7 +89,6 @@ REFUSED = [
     ("compile --show absent", "There is no file 'absent' with tables"),
     ("compile --show text", "'text' is no file of CompilerKV's tables"),
     ("compile --out .", NO_PLACE),
-    (f"{COMPILE} --html absent/page.html", PLACE),
     (f"{COMPILE} --sample 0", "--sample 0 is out of range"),
     (f"{COMPILE} --continuation 1", "--continuation 1 is out of range: use a whole number from 2"),
     (f"{COMPILE} --seed -1", "--seed -1 is out of range"),
@@ -155,7 +154,6 @@ REFUSED = [
     ("tune --text text --seed -1", "--seed -1 is out of range"),
     ("tune --text text --text ./text", "is given twice"),
     ("tune --text absent", "'absent' cannot be read"),
-    ("tune --text text --html absent/page.html", PLACE),
     ("ui --port 70000", "--port 70000 is out of range"),
     *(
         (f"{command} {'n' * 5000}", "The name of a file or folder is longer than this system allows")
