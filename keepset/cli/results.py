@@ -1,4 +1,4 @@
-"""`keepset results`: the figures of a sweep's file as tables, a page, CSV, LaTeX or JSON."""
+"""`keepset results`: the figures of a sweep's file as tables, a page, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def results(
     ] = None,
     html: Html = None,
     csv: Annotated[Path | None, Option(help="Write all rows to this file.")] = None,
-    latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
     json_file: Json = None,
 ) -> None:
     """Show what keepset eval has measured.
@@ -41,14 +40,14 @@ def results(
     The tables have scores, differences, bytes and areas under curves. Differences are over the examples that both
     recipes were run on. Intervals are 95 % intervals over examples.
     """
-    from keepset.bench.analysis.export import to_csv, to_latex
+    from keepset.bench.analysis.export import to_csv
     from keepset.bench.analysis.summary import split, summarize
     from keepset.bench.report.results import render
     from keepset.bench.sweep.store import Store
 
-    paths = [path for path in (html, csv, latex) if path is not None]
+    paths = [path for path in (html, csv) if path is not None]
     if len({path.resolve() for path in (file, *paths)}) <= len(paths):
-        raise KeepsetError("Two of --html, --csv, --latex and the sweep's file are the same: name different files.")
+        raise KeepsetError("Two of --html, --csv and the sweep's file are the same: name different files.")
     check_writable(json_file, *paths)
     with Store.open(file) as store:
         cells, model, configuration = store.cells(), store.model, store.configuration
@@ -57,7 +56,6 @@ def results(
     summary = summarize(cells if by is None else split(cells, by), baseline)
     output(summary.to_json(), json_file, lambda: print_summary(summary))
     write(csv, lambda: to_csv(summary), described=None)
-    write(latex, lambda: to_latex(summary), described=None)
     write(html, lambda: render(model, configuration, summary), described=None)
     if paths:
         note(f"written: {', '.join(map(str, paths))}")
