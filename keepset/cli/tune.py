@@ -5,25 +5,15 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from keepset.bench.report.table import (
-    Column,
-    Line,
-    Show,
-    Table,
-    decimals,
-    filled,
-    megabytes,
-    percent,
-    times,
-    whole_percent,
-    with_interval,
-)
-from keepset.cli.checks import check_whole, check_writable, note_few_entries, parse_budgets
+from keepset.bench.report.table import Column, Line, Table, decimals, megabytes, percent, times, whole_percent
+from keepset.cli.checks import check_whole, check_writable, note_few_entries, offered_recipes, parse_budgets
 from keepset.cli.console import interruptible, load, output, progress, say, show_table
-from keepset.cli.options import Json, takes_model
+from keepset.cli.options import Json, Recipes, takes_model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import read
+
+_NATS = decimals(4)
 
 
 @takes_model
@@ -33,22 +23,22 @@ def tune(
         list[Path],
         Option(metavar="<path>", help="A UTF-8 text file like those that you use; may be given several times."),
     ],
+    recipes: Recipes = None,
     budget: Annotated[
         str, Option(help="A share of a full 16-bit cache's bytes, or entries per KV head (a whole number).")
     ] = "0.25",
-    retrieval: Annotated[
-        bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
-    ] = False,
-    seed: Annotated[int, Option(help="Seed of the order of pieces and of the facts.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the order of pieces.")] = 0,
     json_file: Json = None,
 ) -> None:
     """Find the recipe that suits your text.
 
-    All methods and compositions of the best compete under one budget. The text is cut into pieces. All recipes are
-    measured on a few of them, the better half on twice as many, and so on. What is measured is fidelity to the full
-    cache over the text that follows and, with --retrieval, how many facts are found after compression. Recipes that
-    the intervals over pieces cannot tell apart are tied.
+    Recipes without budgets compete under one budget. The text is cut into pieces. All recipes are measured on a few of
+    them, the better half on twice as many, and so on. What is measured is fidelity to the full cache over the text that
+    follows each piece. Recipes that the intervals over pieces cannot tell apart are tied.
     """
+    from keepset.recipe import Recipe
+
+    parsed = [] if recipes is None else Recipe.parse_list(recipes)
     budgets = parse_budgets(budget)
     note_few_entries(budgets)
     if len(budgets) > 1:
@@ -60,8 +50,7 @@ def tune(
     sources = [read(path) for path in text]
     check_writable(json_file)
 
-    from keepset.bench.tune.excerpts import cut
-    from keepset.bench.tune.tune import Tuner
+    from keepset.bench.tune import Tuner, cut
 
     tuner: Tuner | None = None
 
@@ -73,9 +62,9 @@ def tune(
 
     with interruptible() as ending:
         loaded, tokenizer = load(model)
-        pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
+        pieces = cut(tokenizer, sources, longest=context_length(loaded), seed=seed)
         with progress("checking which recipes the model takes") as bar:
-            tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
+            tuner = Tuner(loaded, pieces, parsed or offered_recipes(loaded), budgets[0], model.called, show_progress)
             line = bar.add_task("")
             show_progress()
             tuner.run()
@@ -92,46 +81,30 @@ def print_result(result: dict[str, Any]) -> None:
         f"{result['model']}, {result['budget']}: {result['pieces']} pieces of {result['tokens']} tokens, "
         f"{result['continuation_tokens']} after each.",
     )
-    if result["facts"]:
-        found = interval(result["full"]["found"], whole_percent)
-        say(f"Of {result['facts']} facts in each piece the full cache finds {found}.")
     show_table(table(result))
     for sentence in result["verdict"]:
         say(sentence)
 
 
-_NATS = decimals(4)
-
-
 def table(result: dict[str, Any]) -> Table:
     """Return the figures of all recipes, the best first, then those that have none."""
-    rows = result["rows"]
     columns = [
         Column("pieces", lambda row: row["pieces"], rank=3),
         Column("MB", lambda row: row["kv_bytes"], megabytes, rank=2),
         Column("of 16-bit", lambda row: row["share"], percent),
         Column("KL", lambda row: row["kl"]["mean"], _NATS),
-        Column("95 %", lambda row: _ends(row["kl"], _NATS), rank=1),
+        Column("95 %", _ends, rank=1),
         Column("top-1", lambda row: row["top1"], whole_percent),
         Column("prefill", lambda row: row["prefill_seconds"] / row["prefill_seconds_full"], times, rank=4),
-        Column("found", lambda row: row.get("found", {}).get("mean"), whole_percent),
-        Column("95 %", lambda row: _ends(row.get("found", {}), whole_percent), rank=1),
     ]
-    made = Table("recipe", filled(columns, rows))
-    for row in rows:
+    made = Table("recipe", columns)
+    for row in result["rows"]:
         style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
         made.add(row["recipe"], row, style=style)
     made.lines += [Line(each["recipe"], error=each["reason"]) for each in result["dropped"]]
     return made
 
 
-def interval(figure: dict[str, float | None], show: Show) -> str:
-    """Return a mean with its interval in brackets; "not asked yet" if there is no mean."""
-    if figure["mean"] is None:
-        return "not asked yet"
-    return with_interval(figure["mean"], figure.get("low"), figure.get("high"), show)
-
-
-def _ends(figure: dict[str, float | None], show: Show) -> str | None:
-    low, high = figure.get("low"), figure.get("high")
-    return None if low is None or high is None else f"{show(low)}..{show(high)}"
+def _ends(row: dict[str, Any]) -> str | None:
+    low, high = row["kl"]["low"], row["kl"]["high"]
+    return None if low is None or high is None else f"{_NATS(low)}..{_NATS(high)}"
