@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv as csv_files
+import io
+import unicodedata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -13,7 +16,12 @@ from keepset.cli.options import Html, Json
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
+    from keepset.bench.analysis.rows import Row
     from keepset.bench.analysis.summary import Summary
+
+_INTERVALS = ("score", "difference")
+# Spreadsheets take a text that begins with one of these for a formula.
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def results(
@@ -40,7 +48,6 @@ def results(
     The tables have scores, differences, bytes and areas under curves. Differences are over the examples that both
     recipes were run on. Intervals are 95 % intervals over examples.
     """
-    from keepset.bench.analysis.export import to_csv
     from keepset.bench.analysis.summary import split, summarize
     from keepset.bench.report.results import render
     from keepset.bench.sweep.store import Store
@@ -72,3 +79,27 @@ def print_summary(summary: Summary) -> None:
         if sentence:
             say(sentence)
     say(summary.conclusion)
+
+
+def to_csv(summary: Summary) -> str:
+    """Return rows and averages as CSV; a text that a spreadsheet would take for a formula begins with `'`."""
+    out = io.StringIO()
+    rows = [_flat(row) for row in (*summary.rows, *summary.averages)]
+    writer = csv_files.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    """Return a row by names of columns; an interval has a column for each of its ends."""
+    flat: dict[str, Any] = {}
+    for name, value in row.to_json().items():
+        if name in _INTERVALS:
+            ends = value or {"value": "", "low": "", "high": ""}
+            flat |= {name: ends["value"], f"{name}_low": ends["low"], f"{name}_high": ends["high"]}
+        else:
+            # Spreadsheets also take some full-width forms for formulas.
+            is_risky = isinstance(value, str) and unicodedata.normalize("NFKC", value[:1]).startswith(_FORMULAS)
+            flat[name] = f"'{value}" if is_risky else value
+    return flat

@@ -13,7 +13,7 @@ import torch
 
 import keepset
 from keepset import Budget, KeepSet, Observation, Recipe
-from keepset.bench.analysis.trace import EventFigures, HeadSegments, head_segments
+from keepset.bench.analysis.events import EventFigures, HeadSegments, head_segments
 from keepset.methods.tova import TOVA
 from tests.hf.models import prompt, tiny
 from tests.methods.naive import Given

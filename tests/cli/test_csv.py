@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from keepset.bench.analysis.export import to_csv
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.record import FULL
+from keepset.cli.results import to_csv
 from tests.bench.analysis.cells import cell, cells
 
 SWEEP = [
