@@ -10,22 +10,20 @@ from typer import Exit, Option
 from typer.core import TyperGroup
 
 from keepset import __version__
-from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare, demo
 from keepset.cli.compile import compile
 from keepset.cli.console import note, say, say_starting, unsay_starting
 from keepset.cli.context import context as context_commands
-from keepset.cli.diagnose import diagnose
 from keepset.cli.eval import evaluate
 from keepset.cli.generate import generate
 from keepset.cli.grid import sanitize
 from keepset.cli.latency import latency
 from keepset.cli.methods import methods
+from keepset.cli.options import group
 from keepset.cli.reproduce import reproduce
 from keepset.cli.results import results
 from keepset.cli.serve import serve
-from keepset.cli.trace import trace
 from keepset.cli.tune import tune
 from keepset.cli.ui import ui
 from keepset.errors import KeepsetError
@@ -34,7 +32,7 @@ from keepset.plugins import add as add_plugin
 SECTIONS = {
     "Commands to begin with": ("demo", "ui", "methods"),
     "Commands that compress": ("generate", "context", "serve"),
-    "Commands that compare recipes on your text": ("compare", "tune", "trace", "diagnose"),
+    "Commands that compare recipes on your text": ("compare", "tune"),
     "Commands that measure": ("eval", "results", "bench", "reproduce"),
     "Commands that prepare a model": ("calibrate", "compile"),
 }
@@ -96,12 +94,12 @@ app.command()(results)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
 )(serve)
-for command in (trace, calibrate, compile, reproduce):
+for command in (calibrate, compile, reproduce):
     app.command()(command)
 app.add_typer(context_commands)
+bench = group("bench", "Measure how fast recipes are.")
 bench.command()(latency)
 app.add_typer(bench)
-app.add_typer(diagnose)
 
 
 def main() -> None:

@@ -109,7 +109,7 @@ def compare(
     check_writable(json_file, html)
 
     from keepset.bench.candidate import grid
-    from keepset.bench.compare.conclusion import conclusion
+    from keepset.bench.compare.comparison import conclusion
     from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
     from keepset.bench.report.compare import render
 

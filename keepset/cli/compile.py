@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_fits_context, check_tensor_file, check_whole, check_writable, parse_whole
-from keepset.cli.console import counted, load, note, progress, say, write
-from keepset.cli.options import Force, Html, takes_model
+from keepset.cli.checks import check_fits_context, check_tensor_file, check_whole, parse_whole
+from keepset.cli.console import counted, load, note, progress, say
+from keepset.cli.options import Force, takes_model
 from keepset.embedded import Source
 from keepset.errors import KeepsetError, RecipeError
 
@@ -59,7 +59,6 @@ def compile(
             help="A file for rewards, from which the same command resumes. Several processes may share it.",
         ),
     ] = None,
-    html: Html = None,
     force: Force = False,
 ) -> None:
     """Compile the tables that compilerkv(tables=...) needs.
@@ -68,7 +67,6 @@ def compile(
     that follow. Conservative Q-learning makes the tables of these rewards. The texts should be of many kinds, and not
     those that you evaluate on. A recipe names the file: compilerkv(tables='tables.safetensors', keep=512).
     """
-    from keepset.bench.report.compiled import render
     from keepset.core.tables import load as load_tables
     from keepset.core.tables import save
     from keepset.offline.compile.compiler import CompileSettings
@@ -76,10 +74,8 @@ def compile(
 
     if (out is None) == (show is None):
         raise KeepsetError("Give either --out, the file to write, or --show, a file to look at.")
-    check_writable(html)
     if out is None:
-        tables = load_tables(str(show))
-        lines = describe_tables(tables)
+        lines = describe_tables(load_tables(str(show)))
     else:
         check_tensor_file(out, force)
         check_whole(
@@ -96,7 +92,6 @@ def compile(
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]
     say("\n".join(lines))
-    write(html, lambda: render(tables), described=None)
 
 
 def _weights(text: str) -> tuple[float, ...]:

@@ -170,21 +170,16 @@ def _result(entry: Entry, model: str, rows: Sequence[MeasuredFigure]) -> dict[st
 
 
 def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
-    from keepset.bench.papers.price import price_of
-
-    prices = {each.name: price_of(each) for each in entries}
-
     def print_table() -> None:
         columns = [
             Column("shows", lambda each: each.title, is_text=True),
-            Column("H100", lambda each: prices[each.name].text, rank=1, is_text=True),
             Column(
                 "models",
                 lambda each: "\n".join(model.rpartition("/")[2] for model in each.models),
-                rank=2,
+                rank=1,
                 is_text=True,
             ),
-            Column("state", lambda each: each.state, rank=3, is_text=True),
+            Column("state", lambda each: each.state, rank=2, is_text=True),
         ]
         table = Table("entry", columns)
         for each in entries:
@@ -192,16 +187,11 @@ def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
         show_table(table)
         say(
             "\nData come from the hub, or from a folder with --data; entries that name no data need none. "
-            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing. H100: at least so many hours of "
-            "one card, computed from tokens, operations and bytes."
+            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing."
         )
 
-    listed = [
-        {name: getattr(each, name) for name in ("name", "source", "title", "models", "data", "state", "note")}
-        | {"h100": asdict(prices[each.name])}
-        for each in entries
-    ]
-    output(listed, json_file, print_table)
+    names = ("name", "source", "title", "models", "data", "state", "note")
+    output([{name: getattr(each, name) for name in names} for each in entries], json_file, print_table)
 
 
 def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:

@@ -1,9 +1,12 @@
-"""`keepset results`: the figures of a sweep's file as tables, a page, CSV, LaTeX or JSON."""
+"""`keepset results`: the figures of a sweep's file as tables, a page, CSV or JSON."""
 
 from __future__ import annotations
 
+import csv as csv_files
+import io
+import unicodedata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -13,7 +16,12 @@ from keepset.cli.options import Html, Json
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
+    from keepset.bench.analysis.rows import Row
     from keepset.bench.analysis.summary import Summary
+
+_INTERVALS = ("score", "difference")
+# Spreadsheets take a text that begins with one of these for a formula.
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 
 
 def results(
@@ -33,7 +41,6 @@ def results(
     ] = None,
     html: Html = None,
     csv: Annotated[Path | None, Option(help="Write all rows to this file.")] = None,
-    latex: Annotated[Path | None, Option(help="Write the scores as LaTeX tables to this file.")] = None,
     json_file: Json = None,
 ) -> None:
     """Show what keepset eval has measured.
@@ -41,14 +48,13 @@ def results(
     The tables have scores, differences, bytes and areas under curves. Differences are over the examples that both
     recipes were run on. Intervals are 95 % intervals over examples.
     """
-    from keepset.bench.analysis.export import to_csv, to_latex
     from keepset.bench.analysis.summary import split, summarize
     from keepset.bench.report.results import render
     from keepset.bench.sweep.store import Store
 
-    paths = [path for path in (html, csv, latex) if path is not None]
+    paths = [path for path in (html, csv) if path is not None]
     if len({path.resolve() for path in (file, *paths)}) <= len(paths):
-        raise KeepsetError("Two of --html, --csv, --latex and the sweep's file are the same: name different files.")
+        raise KeepsetError("Two of --html, --csv and the sweep's file are the same: name different files.")
     check_writable(json_file, *paths)
     with Store.open(file) as store:
         cells, model, configuration = store.cells(), store.model, store.configuration
@@ -57,7 +63,6 @@ def results(
     summary = summarize(cells if by is None else split(cells, by), baseline)
     output(summary.to_json(), json_file, lambda: print_summary(summary))
     write(csv, lambda: to_csv(summary), described=None)
-    write(latex, lambda: to_latex(summary), described=None)
     write(html, lambda: render(model, configuration, summary), described=None)
     if paths:
         note(f"written: {', '.join(map(str, paths))}")
@@ -74,3 +79,27 @@ def print_summary(summary: Summary) -> None:
         if sentence:
             say(sentence)
     say(summary.conclusion)
+
+
+def to_csv(summary: Summary) -> str:
+    """Return rows and averages as CSV; a text that a spreadsheet would take for a formula begins with `'`."""
+    out = io.StringIO()
+    rows = [_flat(row) for row in (*summary.rows, *summary.averages)]
+    writer = csv_files.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    """Return a row by names of columns; an interval has a column for each of its ends."""
+    flat: dict[str, Any] = {}
+    for name, value in row.to_json().items():
+        if name in _INTERVALS:
+            ends = value or {"value": "", "low": "", "high": ""}
+            flat |= {name: ends["value"], f"{name}_low": ends["low"], f"{name}_high": ends["high"]}
+        else:
+            # Spreadsheets also take some full-width forms for formulas.
+            is_risky = isinstance(value, str) and unicodedata.normalize("NFKC", value[:1]).startswith(_FORMULAS)
+            flat[name] = f"'{value}" if is_risky else value
+    return flat

@@ -5,13 +5,16 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from keepset.cli.checks import check_whole, check_writable, note_few_entries, parse_budgets
-from keepset.cli.console import interruptible, load, output, progress, say, show_table, write
-from keepset.cli.options import Html, Json, takes_model
+from keepset.bench.report.table import Column, Line, Table, decimals, megabytes, percent, times, whole_percent
+from keepset.cli.checks import check_whole, check_writable, note_few_entries, offered_recipes, parse_budgets
+from keepset.cli.console import interruptible, load, output, progress, say, show_table
+from keepset.cli.options import Json, Recipes, takes_model
 from keepset.embedded import Source
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import context_length
 from keepset.texts import read
+
+_NATS = decimals(4)
 
 
 @takes_model
@@ -21,23 +24,22 @@ def tune(
         list[Path],
         Option(metavar="<path>", help="A UTF-8 text file like those that you use; may be given several times."),
     ],
+    recipes: Recipes = None,
     budget: Annotated[
         str, Option(help="A share of a full 16-bit cache's bytes, or entries per KV head (a whole number).")
     ] = "0.25",
-    retrieval: Annotated[
-        bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
-    ] = False,
-    seed: Annotated[int, Option(help="Seed of the order of pieces and of the facts.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the order of pieces.")] = 0,
     json_file: Json = None,
-    html: Html = None,
 ) -> None:
     """Find the recipe that suits your text.
 
-    All methods and compositions of the best compete under one budget. The text is cut into pieces. All recipes are
-    measured on a few of them, the better half on twice as many, and so on. What is measured is fidelity to the full
-    cache over the text that follows and, with --retrieval, how many facts are found after compression. Recipes that
-    the intervals over pieces cannot tell apart are tied.
+    Recipes without budgets compete under one budget. The text is cut into pieces. All recipes are measured on a few of
+    them, the better half on twice as many, and so on. What is measured is fidelity to the full cache over the text that
+    follows each piece. Recipes that the intervals over pieces cannot tell apart are tied.
     """
+    from keepset.recipe import Recipe
+
+    parsed = [] if recipes is None else Recipe.parse_list(recipes)
     budgets = parse_budgets(budget)
     note_few_entries(budgets)
     if len(budgets) > 1:
@@ -47,11 +49,9 @@ def tune(
         if [other.resolve() for other in text].count(path.resolve()) > 1:
             raise KeepsetError(f"{str(path)!r} is given twice: give each text once.")
     sources = [read(path) for path in text]
-    check_writable(json_file, html)
+    check_writable(json_file)
 
-    from keepset.bench.report.tune import render
-    from keepset.bench.tune.excerpts import cut
-    from keepset.bench.tune.tune import Tuner
+    from keepset.bench.tune import Tuner, cut
 
     tuner: Tuner | None = None
 
@@ -63,9 +63,9 @@ def tune(
 
     with interruptible() as ending:
         loaded, tokenizer = load(model)
-        pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
+        pieces = cut(tokenizer, sources, longest=context_length(loaded), seed=seed)
         with progress("checking which recipes the model takes") as bar:
-            tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
+            tuner = Tuner(loaded, pieces, parsed or offered_recipes(loaded), budgets[0], model.called, show_progress)
             line = bar.add_task("")
             show_progress()
             tuner.run()
@@ -73,22 +73,39 @@ def tune(
         raise KeyboardInterrupt
     result = tuner.to_json()
     output(result, json_file, lambda: print_result(result))
-    write(html, lambda: render(result))
     ending.say(f"in round {result['round']} of {result['rounds']}")
 
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the figures of all recipes as a table, and which of them to use."""
-    from keepset.bench.report.table import whole_percent
-    from keepset.bench.report.tune import interval, table
-
     say(
         f"{result['model']}, {result['budget']}: {result['pieces']} pieces of {result['tokens']} tokens, "
         f"{result['continuation_tokens']} after each.",
     )
-    if result["facts"]:
-        found = interval(result["full"]["found"], whole_percent)
-        say(f"Of {result['facts']} facts in each piece the full cache finds {found}.")
     show_table(table(result))
     for sentence in result["verdict"]:
         say(sentence)
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return the figures of all recipes, the best first, then those that have none."""
+    columns = [
+        Column("pieces", lambda row: row["pieces"], rank=3),
+        Column("MB", lambda row: row["kv_bytes"], megabytes, rank=2),
+        Column("of 16-bit", lambda row: row["share"], percent),
+        Column("KL", lambda row: row["kl"]["mean"], _NATS),
+        Column("95 %", _ends, rank=1),
+        Column("top-1", lambda row: row["top1"], whole_percent),
+        Column("prefill", lambda row: row["prefill_seconds"] / row["prefill_seconds_full"], times, rank=4),
+    ]
+    made = Table("recipe", columns)
+    for row in result["rows"]:
+        style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
+        made.add(row["recipe"], row, style=style)
+    made.lines += [Line(each["recipe"], error=each["reason"]) for each in result["dropped"]]
+    return made
+
+
+def _ends(row: dict[str, Any]) -> str | None:
+    low, high = row["kl"]["low"], row["kl"]["high"]
+    return None if low is None or high is None else f"{_NATS(low)}..{_NATS(high)}"

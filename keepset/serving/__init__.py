@@ -1,1 +1,1 @@
-"""vLLM servers: their command line, their HTTP interface, and benchmarks by `vllm bench serve`."""
+"""vLLM servers: their command line, and their HTTP interface."""

@@ -13,7 +13,7 @@ from keepset import embedded
 from keepset.contexts import file as context_files
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
-from keepset.defaults import ANSWERED_AT_ONCE, ASKED_LATER, Default, default_recipe
+from keepset.defaults import ANSWERED_AT_ONCE, Default, default_recipe
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.vllm.engine_args import as_words, engine_args
@@ -44,21 +44,18 @@ def folder(model: str | None) -> str:
     return model
 
 
-def default_for(model: str | None, options: Sequence[str], contexts: bool = False) -> Default:
+def default_for(model: str | None, options: Sequence[str]) -> Default:
     """Return the recipe of a server if none is named: the other commands' default, without steps that it cannot serve.
 
     Args:
         model: as for `command`.
         options: vLLM's options.
-        contexts: whether the recipe is for texts that are compressed beforehand, for which every step can be served.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
     """
-    place, called = folder(model), model or embedded.EMBEDDED
-    if contexts:
-        return default_recipe(place, called, ASKED_LATER)
-    recipe, why = default_recipe(place, called, ANSWERED_AT_ONCE)
+    place = folder(model)
+    recipe, why = default_recipe(place, model or embedded.EMBEDDED, ANSWERED_AT_ONCE)
     config = _text_config(place)
     limits = EngineLimits(
         several_gpus=any(option(options, name) not in (None, "1") for name in _GPUS),
@@ -114,7 +111,6 @@ def command(
     model: str | None,
     recipe: Recipe | None,
     options: Sequence[str],
-    forced: Sequence[str] = (),
     contexts: Path | None = None,
     save_bytes: int = 0,
 ) -> list[str]:
@@ -124,7 +120,6 @@ def command(
         model: a folder or a hub name; None for the embedded model.
         recipe: the recipe of every request; None for plain vLLM.
         options: further options of `vllm serve`. Without a host among them the server listens on 127.0.0.1.
-        forced: options that `options` cannot override.
         contexts: the folder of saved contexts; None if there is none.
         save_bytes: bytes that each owner's requests may save in that folder.
 
@@ -150,8 +145,7 @@ def command(
         words += ["--middleware", _MIDDLEWARE]
     if not has_option(rest, "--host"):
         words += ["--host", "127.0.0.1"]
-    # Of two options of one name vLLM takes the last.
-    return [*words, *rest, *forced]
+    return [*words, *rest]
 
 
 def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:

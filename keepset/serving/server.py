@@ -1,4 +1,4 @@
-"""Processes with a log, such as a vLLM server; they are always ended together with their child processes."""
+"""A vLLM server as a process with a log, which always ends together with its child processes."""
 
 import os
 import re
@@ -6,11 +6,11 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Self
+from urllib.request import ProxyHandler, build_opener
 
-from keepset.serving.metrics import import_http
 from keepset.serving.supervisor import end, start
 from keepset.vllm.signing import SIGNING_KEY, new_key
 
@@ -22,7 +22,7 @@ _ERROR = re.compile(r"^(?!.*\bWARNING\b).*?\b([A-Z]\w*Error: [^\n]+)", re.M)
 
 
 class ServerError(Exception):
-    """A process that has failed: a sentence, and the end of its log."""
+    """A server that has failed: a sentence, and the end of its log."""
 
     def __init__(self, sentence: str, log: Sequence[str]) -> None:
         super().__init__(sentence)
@@ -36,24 +36,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class LoggedProcess:
-    """A process that runs within a `with` block; `environment` is added to this process's environment.
-
-    Messages refer to it by `name`.
-    """
+class ServerProcess:
+    """A vLLM server that runs within a `with` block: the words that start it, and its port on 127.0.0.1."""
 
     _process: subprocess.Popen[bytes]
     _log: IO[bytes]
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self.name, self._command, self._environment = name, command, environment or {}
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        self._command, self.url = command, f"http://{_HOST}:{port}"
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
         # In its own session Ctrl-C does not reach it.
         self._process = start(
             self._command,
-            env={**os.environ, **self._environment},
+            env={**os.environ, SIGNING_KEY: new_key()},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -70,48 +67,30 @@ class LoggedProcess:
             end(self._process)
             self._log.close()
 
-    def code(self) -> int | None:
-        """Return the exit code; None while the process runs."""
-        return self._process.poll()
+    def wait(self, seconds: float) -> None:
+        """Wait until the server answers; raise `ServerError` if it stops, or does not answer within `seconds`."""
+        until = time.monotonic() + seconds
+        direct = build_opener(ProxyHandler({}))
+        while True:
+            self.check()
+            with suppress(OSError), direct.open(f"{self.url}/health", timeout=5.0):
+                return
+            if time.monotonic() > until:
+                raise ServerError(f"The server did not answer within {seconds:g} s.", self.last_lines())
+            time.sleep(0.25)
 
-    def failure(self) -> ServerError:
-        """Return an error that says how the process has ended, and why if its log says so."""
-        cause = _ERROR.search(self._text())
-        why = f": {cause[1].strip().rstrip('.')}" if cause else ""
-        return ServerError(f"{self.name} stopped with exit code {self.code()}{why}.", self.last_lines())
+    def check(self) -> None:
+        """Raise `ServerError` if the server has stopped; it says why if the log does."""
+        if (code := self._process.poll()) is not None:
+            cause = _ERROR.search(self._text())
+            why = f": {cause[1].strip().rstrip('.')}" if cause else ""
+            raise ServerError(f"The server stopped with exit code {code}{why}.", self.last_lines())
 
     def last_lines(self) -> list[str]:
-        """Return the end of what the process has written."""
+        """Return the end of what the server has written."""
         return [line for line in self._text().splitlines() if line.strip()][-_LINES:]
 
     def _text(self) -> str:
-        # pread does not move the file's position, which the process shares and writes at.
+        # pread does not move the file's position, which the server shares and writes at.
         size, length = os.fstat(self._log.fileno()).st_size, 64 * 1024
         return os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")
-
-
-class ServerProcess(LoggedProcess):
-    """A vLLM server: the words that start it, and its port on 127.0.0.1."""
-
-    def __init__(self, command: Sequence[str], port: int) -> None:
-        super().__init__("The server", command, {SIGNING_KEY: new_key()})
-        self.url = f"http://{_HOST}:{port}"
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the server answers; raise `ServerError` if it stops, or does not answer within `seconds`."""
-        library = import_http()
-        until = time.monotonic() + seconds
-        with library.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
-            while True:
-                self.check()
-                with suppress(library.HTTPError):
-                    if client.get("/health").status_code == 200:
-                        return
-                if time.monotonic() > until:
-                    raise ServerError(f"The server did not answer within {seconds:g} s.", self.last_lines())
-                time.sleep(0.25)
-
-    def check(self) -> None:
-        """Raise `ServerError` if the server has stopped."""
-        if self.code() is not None:
-            raise self.failure()

@@ -25,33 +25,16 @@ _GIB = 2**30
 _MOST_GIB = 4
 """The default limit of a CPU's KV cache in GiB. vLLM itself would take nearly all memory."""
 _PORT = 8000
-_RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
-def check_options(options: Sequence[str]) -> None:
-    """Refuse options of vLLM with which a benchmark could not reach its server.
-
-    Raises:
-        KeepsetError: there is such an option, or a word that is not an option.
-    """
-    if options and not options[0].startswith("-"):
-        raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
-    for word in options:
-        name = word.split("=", 1)[0].replace("_", "-")
-        if name in _RESERVED:
-            raise KeepsetError(f"{name} is not for the benchmark: its servers listen on a free port of 127.0.0.1.")
-
-
-def check_installed(starts: bool = True) -> None:
-    """Refuse a vLLM that is not installed or, if a server `starts`, would not load keepset's plug-in.
+def check_installed() -> None:
+    """Refuse a vLLM that is not installed, or would not load keepset's plug-in.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedEngineError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
-    if not starts:
-        return
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     ours = {plugin.name for plugin in plugins if plugin.module.split(".")[0] == "keepset"}
     if not ours:

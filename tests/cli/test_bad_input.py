@@ -26,9 +26,6 @@ from tests.hf.models import statistics
 COMPARE = ("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16")
 PLACE = "cannot be written: give a file in a folder that exists"
 NO_PLACE = "is no place for a file"
-URL = "bench serve --url http://127.0.0.1:9"
-LEFT_OUT = "leave out --recipe, --contexts and options for vLLM"
-BENCH = "bench serve --recipe 'snapkv(keep=512,every=256)'"
 ASK = "context ask words"
 BUILD = "context build --out saved"
 COMPILE = "compile --out a"
@@ -78,21 +75,6 @@ REFUSED = [
     ("bench latency --output-tokens 0", "--output-tokens 0 is out of range"),
     ("bench latency --recipes snapkv", "does not say how much to keep"),
     ("bench latency --json absent/a", PLACE),
-    ("bench serve --recipe snapvk", "did you mean 'snapkv'?"),
-    ("bench serve --recipe snapkv", "does not say how much to keep"),
-    (f"{BENCH} --requests 0", "--requests 0 is out of range"),
-    (f"{BENCH} --start-timeout nan", "--start-timeout nan is out of range"),
-    (f"{BENCH} --load-timeout 0", "--load-timeout 0.0 is out of range"),
-    (f"{BENCH} m -- --port 8000", "--port is not for the benchmark"),
-    (f"{BENCH} m n", "'n' is no option for vLLM"),
-    (f"{BENCH} --contexts --question-tokens 0", "--question-tokens 0 is out of range"),
-    (f"{BENCH} --json absent/a.json", PLACE),
-    (f"{BENCH} --html .", PLACE),
-    ("bench serve --url http://example.org", "is not on this machine"),
-    (f"{URL} --recipe 'tova(keep=9)'", LEFT_OUT),
-    (f"{URL} m -- --x", LEFT_OUT),
-    (f"{URL} --contexts", LEFT_OUT),
-    (f"{URL} --url http://127.0.0.1:9", "--url is given once, or twice for two servers"),
     ("calibrate --out a --tokens 15", "--tokens 15 is out of range: use a whole number from 16"),
     ("calibrate --out a --length 3", "--length 3 is out of range"),
     ("calibrate --out a --seed -1", "--seed -1 is out of range"),
@@ -107,7 +89,6 @@ REFUSED = [
     ("compile --show absent", "There is no file 'absent' with tables"),
     ("compile --show text", "'text' is no file of CompilerKV's tables"),
     ("compile --out .", NO_PLACE),
-    (f"{COMPILE} --html absent/page.html", PLACE),
     (f"{COMPILE} --sample 0", "--sample 0 is out of range"),
     (f"{COMPILE} --continuation 1", "--continuation 1 is out of range: use a whole number from 2"),
     (f"{COMPILE} --seed -1", "--seed -1 is out of range"),
@@ -130,12 +111,6 @@ REFUSED = [
     (f"{ASK} ' \n'", "The question is empty"),
     (f"{ASK} \udcff", "The question is not UTF-8"),
     (f"{ASK} Why? --temperature -1", "--temperature -1.0 is out of range"),
-    ("diagnose gvote --recipe snapkv", "write gvote with its parameters"),
-    ("diagnose gvote --recipe 'gvote(keep=0.5)'", "leave all but gvote's parameters out"),
-    ("diagnose gvote --recipe 'gvote(recent=3)'", "leave all but gvote's parameters out"),
-    ("diagnose gvote --recipe 'gvote(samples=0)'", "samples=0 is out of range"),
-    ("diagnose gvote --prompt-tokens 6", "--prompt-tokens 6 is too few for gvote: use 7 or more"),
-    ("diagnose gvote --text absent", "'absent' cannot be read"),
     ("eval needle --limit 0", "--limit 0 is out of range: use an integer from 1."),
     ("eval gsm8k --every -1", "--every -1 is out of range: use an integer from 0."),
     ("eval gsm8k --output-tokens 0", "--output-tokens 0 is out of range: use an integer from 1."),
@@ -174,16 +149,11 @@ REFUSED = [
     ("results empty.sqlite --csv absent/a.csv", "'absent/a.csv' cannot be written"),
     ("results empty.sqlite --csv ./empty.sqlite", "name different files"),
     ("results empty.sqlite --csv a --html a", "name different files"),
-    ("trace", "There is nothing to start from"),
-    ("trace ' '", "The prompt is empty"),
-    ("trace Hi --recipe tova", "does not say how much to keep"),
-    ("trace Hi --output-tokens 0", "--output-tokens 0 is out of range"),
     ("tune --text text --budget half", "The budget 'half' is not a number"),
     ("tune --text text --budget 0.5,0.25", "--budget '0.5,0.25' has several values"),
     ("tune --text text --seed -1", "--seed -1 is out of range"),
     ("tune --text text --text ./text", "is given twice"),
     ("tune --text absent", "'absent' cannot be read"),
-    ("tune --text text --html absent/page.html", PLACE),
     ("ui --port 70000", "--port 70000 is out of range"),
     *(
         (f"{command} {'n' * 5000}", "The name of a file or folder is longer than this system allows")
@@ -250,15 +220,12 @@ def test_models_that_are_none(run: Run, words: str, because: str) -> None:
         ),
         ("generate Hello --text long", "do not fit the model's context of 2048: give a shorter text"),
         ("generate Hello --recipe 'knorm(keep=8)' --question When?", "knorm is not aware of a task"),
-        ("trace Hi --output-tokens 3000", "do not fit the model's context of 2048"),
         ("context build --text long --out saved", "do not fit the model's context of 2048: give a shorter text."),
         ("bench latency --prompt-tokens 1500 --text text", "fewer than 1500: give a longer --text"),
         ("bench latency --prompt-tokens 4000", "do not fit the model's context of 2048"),
         ("calibrate --out a --length 4096", "is more than the model's context of 2048"),
         ("compile --out a --text text", "No text has 1072 tokens"),
         ("compile --out a --text text --prompt-tokens 2048", "48 new ones do not fit the model's context of 2048"),
-        ("diagnose gvote --text short", "are too few: statistics leave out"),
-        ("diagnose gvote --prompt-tokens 4000", "is more than the model's context of 2048"),
         ("eval needle --prompt-tokens 99999999", "needle@99999999 does not fit the model's context of 2048 tokens"),
         ("tune --text text --budget 240", "keep=240 leaves nothing to choose of pieces of 240 tokens"),
         ("tune --text text --budget 1.0", "bytes=1.0 leaves nothing to choose of pieces of 240 tokens"),
@@ -301,9 +268,8 @@ def test_scores_that_are_nan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.code == 1 and f"knorm(keep=0.5): {sentence}" in " ".join(done.out.split())
     rows = json.loads(Path("figures").read_text())["rows"]
     assert sentence in rows[0]["error"] and "kl" not in rows[0] and rows[1]["kl"] > 0
-    for words in (("generate", "Hello, who is there?", "--recipe"), ("trace", "--text", "text", "--recipe")):
-        done = run(*words, "adakv(knorm, keep=8)")
-        assert done.code == 2 and sentence in done.err
+    done = run("generate", "Hello, who is there?", "--recipe", "adakv(knorm, keep=8)")
+    assert done.code == 2 and sentence in done.err
     # Whoever serves a request wants an answer, though one number overflowed: NaN is the worst of scores there.
     model, tokenizer = models.load()
     cache = keepset.Cache(model, "knorm(keep=8)")
@@ -349,7 +315,7 @@ def test_a_hub_out_of_reach_leaves_nothing_behind(run: Run, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     "words",
-    ["compare --prompt-tokens many", "eval gsm8k --mode aware", "comprae", "generate", "tune", "bench serve --x"],
+    ["compare --prompt-tokens many", "eval gsm8k --mode aware", "comprae", "generate", "tune", "bench latency --x"],
 )
 def test_words_that_are_no_command(run: Run, words: str) -> None:
     done = run(*words.split())

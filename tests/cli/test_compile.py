@@ -30,7 +30,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("text")
 def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> None:
-    done = run("compile", "--model", str(tiny_folder), "--out", "tables", *SMALL, "--html", "page.html")
+    done = run("compile", "--model", str(tiny_folder), "--out", "tables", *SMALL)
     assert (done.code, done.err) == (0, "")
     tables = load("tables")
     assert tables.weights.shape == (2, 2, 4) and tables.budgets.tolist() == [16, 24]
@@ -45,7 +45,6 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
     assert shown.out.startswith(f"tables of {tiny_folder.name}: 2 layers of 4 query heads, budgets 16, 24\n")
     assert "recipe compilerkv(window=8), contexts 3, tokens 48, continuation 5" in shown.out
     assert "bins have fewer than 2 contexts" in shown.out
-    assert Path("page.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     recipe = "compilerkv(tables='tables', window=8, keep=16)"
     done = run("generate", "Hello " * 40, "--model", str(tiny_folder), "--recipe", recipe, "--output-tokens", "4")
     assert done.code == 0 and "of 72 prompt tokens" in done.err
@@ -85,7 +84,7 @@ def test_a_strangers_tables_are_shown_without_harm(run: Run, tmp_path: Path) -> 
     tables = random_tables()
     for provenance in ({}, {"model": {"name": "\x1b[31mred"}, "corpus": 3, "curves": [1], "seed": None}):
         save(type(tables)(**{**vars(tables), "provenance": provenance}), tmp_path / "tables")
-        done = run("compile", "--show", "tables", "--html", "page.html")
+        done = run("compile", "--show", "tables")
         assert (done.code, done.err) == (0, "") and "\x1b" not in done.out
         assert "3 layers of 4 query heads, budgets 8, 64" in done.out
     order = tables.weights[1].flatten().argsort(descending=True)[:1].item()

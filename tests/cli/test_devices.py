@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import keepset
 from keepset import models
-from keepset.bench.tune import excerpts, space
+from keepset.bench import tune
 from keepset.offline.compile import cql
 from tests.cli.conftest import Run, tiny_model
 
@@ -31,14 +30,12 @@ REPRODUCE = ("--model", "embedded", "--limit", "1", "--output-tokens", "4", "--d
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--output-tokens", "3"),
     "compare": ("compare", "--recipes", "tova", "--budgets", "0.5", "--prompt-tokens", "64", "--continuation", "8"),
-    "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", "--output-tokens", "6"),
-    "diagnose": ("diagnose", "gvote"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
     "eval": ("eval", "needle", *NEEDLE),
     "calibrate": ("calibrate", "--out", "stats.safetensors", *CALIBRATE),
     "compile": ("compile", "--out", "tables.safetensors", *COMPILE),
-    "tune": ("tune", "--text", "text.txt", "--budget", "0.3", "--retrieval"),
+    "tune": ("tune", "--text", "text.txt", "--budget", "0.3", "--recipes", "tova, streaming_llm"),
     "reproduce": ("reproduce", "ams-table-2", *REPRODUCE),
 }
 
@@ -51,9 +48,7 @@ def test_every_input_follows_the_model(
     (tmp_path / "text.txt").write_text("A text that goes on and on. " * 70, "utf-8")
     (tmp_path / "gsm8k.jsonl").write_text('{"question": "What is 1 plus 1?", "answer": "#### 2"}', "utf-8")
     # Of tune's race one round, of two.
-    monkeypatch.setattr(excerpts, "PIECES", 2)
-    monkeypatch.setattr(space, "scorers", lambda: keepset.Recipe.parse_list("tova, streaming_llm"))
-    monkeypatch.setattr(space, "compositions", lambda best: [])
+    monkeypatch.setattr(tune, "PIECES", 2)
     monkeypatch.setattr(cql, "STEPS", 20)
     # Tensors that pose are none of inference's.
     monkeypatch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else nullcontext())

@@ -15,9 +15,8 @@ from typer.main import get_command
 
 import keepset
 from keepset import METHODS, Recipe, defaults, models
-from keepset.bench import latency
+from keepset.bench import latency, tune
 from keepset.bench.compare import text_task
-from keepset.bench.tune import excerpts, space
 from keepset.cli import app
 from keepset.cli.streaming import Sampling
 from keepset.core import statistics
@@ -76,9 +75,7 @@ def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch
     # Of recipes, of tune's rounds and of an answer's tokens the least: the commands are what is tried.
     monkeypatch.setattr(defaults, "COMPARED", ("random",))
     monkeypatch.setattr(Sampling, "options", property(lambda self: {"do_sample": False, "max_new_tokens": 3}))
-    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("streaming_llm, snapkv"))
-    monkeypatch.setattr(space, "compositions", lambda best: [])
-    monkeypatch.setattr(excerpts, "PIECES", 2)
+    monkeypatch.setattr(tune, "PIECES", 2)
     monkeypatch.setattr(text_task, "ANSWER_TOKENS", 2)
     monkeypatch.setattr(latency, "latency", partial(_briefly, latency.latency))
     Path("report.txt").write_text(essay()[:3000] + " The contract ends on 31 March.", encoding="utf-8")

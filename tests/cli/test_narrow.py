@@ -12,7 +12,6 @@ from rich.console import Console
 
 from keepset.bench.record import FULL
 from keepset.cli import console
-from keepset.cli.bench import print_table
 from keepset.core.tables import save
 from tests.bench.analysis.cells import cells
 from tests.cli.conftest import Run
@@ -22,7 +21,6 @@ from tests.core.test_tables import random_tables
 COLUMNS = 80
 LONG = "adakv(expected_attention(future=16, buffer=8), keep=0.5), streaming_llm(keep=0.25)"
 DECODING = "pyramid(expected_attention(future=16, buffer=4), keep=48), streaming_llm(keep=32)"
-TRACED = DECODING.partition("), s")[0] + ", every=16)"
 TEXT = ("--text", "text", "--prompt-tokens")
 
 
@@ -75,12 +73,10 @@ def sweep(tmp_path: Path) -> None:
         ("results", "sweep.sqlite"),
         ("compare", *TEXT, "100", "--continuation", "8", "--recipes", LONG),
         ("compare", *TEXT, "60", "--continuation", "40", "--decode", "--every", "16", "--recipes", DECODING),
-        pytest.param(("trace", "Go on.", "--recipe", TRACED, "--output-tokens", "40"), marks=pytest.mark.full),
         pytest.param(
             ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes", LONG),
             marks=pytest.mark.full,
         ),
-        pytest.param(("diagnose", "gvote", *TEXT, "60"), marks=pytest.mark.full),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -104,22 +100,7 @@ def test_no_name_is_broken_of_files(run: Run, printed: Printed) -> None:
     printed.check()
 
 
-def test_no_name_is_broken_of_a_load(printed: Printed) -> None:
-    figures: dict[str, Any] = {
-        **{name: {"mean": 1.5, "max": 2.0} for name in ("running", "waiting", "kv_usage")},
-        **{name: {"p50": 0.5, "p99": 1.0} for name in ("first_token_seconds", "seconds_per_token", "request_seconds")},
-        **dict(requests=28, failed=0, seconds=9.5, output_tokens_per_second=123.4, preemptions=3.0, errors=[]),
-        "keepset": {"entries_kept": 1e6, "event_seconds": 0.25},
-    }
-    servers = [{"name": name, "summary": figures} for name in ("plain", "recipe")]
-    load = {"requests": 28, "prompt_tokens": 512, "output_tokens": 256, "concurrency": 28}
-    load |= {"rounds": 1, "question_tokens": 0}
-    result = {"model": "SmolLM2-135M-Instruct", "load": load, "recipe": LONG, "servers": servers}
-    print_table(result)
-    printed.check()
-
-
 def test_the_list_of_commands_cuts_no_sentence(run: Run) -> None:
-    for words in ((), ("context",), ("bench",), ("diagnose",)):
+    for words in ((), ("context",), ("bench",)):
         shown = run(*words, "--help").out
         assert not re.search(r"\w\.\.\.$", shown, re.M) and max(map(len, shown.splitlines())) <= COLUMNS

@@ -95,15 +95,14 @@ def test_baseline(run: Run, sweep: Path) -> None:
 
 
 def test_files(run: Run, sweep: Path) -> None:
-    done = run("results", str(sweep), "--html", "a.html", "--csv", "a.csv", "--latex", "a.tex", "--json", "-")
-    assert done.code == 0 and done.err == "written: a.html, a.csv, a.tex\n"
+    done = run("results", str(sweep), "--html", "a.html", "--csv", "a.csv", "--json", "-")
+    assert done.code == 0 and done.err == "written: a.html, a.csv\n"
     with Store.open(sweep) as store:
         assert json.loads(done.out) == summarize(store.cells()).to_json()
     page = Path("a.html").read_text(encoding="utf-8")
     assert "snapkv(keep=0.25)" in page and "--limit" not in page.partition("plotly")[0]
     with Path("a.csv").open(encoding="utf-8") as file:
         assert next(csv.DictReader(file))["recipe"] == FULL
-    assert r"\begin{tabular}" in Path("a.tex").read_text(encoding="utf-8")
 
 
 def test_narrow_terminals_lose_nothing(run: Run, sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,35 +7,25 @@ import pytest
 from rich.console import Console
 
 from keepset import texts
-from keepset.bench.tune import excerpts, space
-from keepset.bench.tune import tune as module
+from keepset.bench import tune as module
 from keepset.cli import console
-from keepset.recipe import Recipe
-from tests.bench.report.pages import data_of
 from tests.cli.conftest import Run, load_json
 
 MODEL = "SmolLM2-135M-Instruct"
-TUNE = ("tune", "--text", "text")
+# One of them cannot run.
+TUNE = ("tune", "--text", "text", "--recipes", "streaming_llm, tova, knorm, qfilter(stats='absent')")
 
 
-@pytest.fixture
-def small(tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few recipes, one of which cannot run, on a tiny model and a small text."""
-    recipes = "streaming_llm, tova, knorm, qfilter(stats='absent')"
-    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list(recipes))
-    monkeypatch.setattr(space, "compositions", lambda best: [])
-
-
-@pytest.mark.usefixtures("small")
-def test_json_and_report(run: Run) -> None:
-    done = run(*TUNE, "--budget", "0.3", "--json", "-", "--html", "page.html")
-    assert (done.code, done.err) == (0, "report: page.html\n")
+@pytest.mark.usefixtures("tiny", "text")
+def test_figures_as_json(run: Run) -> None:
+    done = run(*TUNE, "--budget", "0.3", "--json", "-")
+    assert (done.code, done.err) == (0, "")
     result = load_json(done.out)
     assert (result["model"], result["budget"], result["tokens"]) == (MODEL, "bytes=0.3", 240)
     assert result["continuation_tokens"] == 16
     assert result["pieces"] == result["measured"] == 16 and result["round"] == result["rounds"] == 4
     names = {"streaming_llm(bytes=0.3)", "tova(bytes=0.3)", "knorm(bytes=0.3)"}
-    assert {row["recipe"] for row in result["rows"]} == names and result["facts"] == 0
+    assert {row["recipe"] for row in result["rows"]} == names
     for row in result["rows"]:
         assert row["kl"]["low"] <= row["kl"]["mean"] <= row["kl"]["high"]
         assert row["pieces"] == 16 and row["finalist"] and row["keep"] == 64 / 240 and row["share"] == 0.3
@@ -45,28 +35,34 @@ def test_json_and_report(run: Run) -> None:
     )
     assert result["recipe"] in result["tied"] and set(result["tied"]) <= names
     assert result["recipe"] in result["verdict"][0]
-    assert data_of(Path("page.html").read_text(encoding="utf-8"))["conclusion"] == " ".join(result["verdict"])
 
 
-@pytest.mark.full
-@pytest.mark.usefixtures("small")
-def test_table_with_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ANSWER_TOKENS", 1)
-    monkeypatch.setattr(excerpts, "PIECES", 6)
-    done = run(*TUNE, "--budget", "64", "--retrieval", "--seed", "3")
+@pytest.mark.usefixtures("tiny", "text")
+def test_table(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECES", 6)
+    done = run(*TUNE, "--budget", "64", "--seed", "3")
     assert done.code == 0
-    first, second, header, *rows = done.out.splitlines()
-    assert first.startswith(f"{MODEL}, keep=64: 6 pieces of ") and "found" in header
-    assert second.startswith("Of 4 facts in each piece the full cache finds 0% (0%..")  # of a random model
+    first, _, *rows = done.out.splitlines()
+    assert first == f"{MODEL}, keep=64: 6 pieces of 480 tokens, 32 after each."
     assert {row.split()[0] for row in rows[:3]} == {"streaming_llm(keep=64)", "tova(keep=64)", "knorm(keep=64)"}
     assert "There is no file 'absent'" in rows[3]
-    assert "(keep=64)" in rows[4] and "retrieval says nothing" in rows[5] and len(rows) == 6
+    assert "(keep=64)" in rows[4] and len(rows) == 5
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_without_recipes_those_that_compare_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECES", 1)
+    monkeypatch.setattr("keepset.defaults.COMPARED", ("random",))
+    result = load_json(run("tune", "--text", "text", "--json", "-").out)
+    tried = {*(row["recipe"] for row in result["rows"]), *(each["recipe"] for each in result["dropped"])}
+    defaults = ("quantized(match(reread), bytes=0.25)", "quantized(pool(prompt_queries), bytes=0.25)")
+    assert tried == {*defaults, "random(bytes=0.25)"}
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("tiny", "text")
 def test_several_texts_and_the_same_seed_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(excerpts, "PIECES", 3)  # of four places
+    monkeypatch.setattr(module, "PIECES", 3)  # of four places
     Path("other").write_text(texts.essay("worked")[5000:8000], encoding="utf-8")
     results = [load_json(run(*TUNE, "--text", "other", "--budget", "0.3", "--json", "-").out) for _ in range(2)]
     rows = [[{k: v for k, v in row.items() if "seconds" not in k} for row in each["rows"]] for each in results]
@@ -76,7 +72,7 @@ def test_several_texts_and_the_same_seed_twice(run: Run, monkeypatch: pytest.Mon
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("tiny", "text")
 @pytest.mark.parametrize(("after", "known"), [(0, 0), (2, 2), (21, 3), (36, 3)])
 def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch, after: int, known: int) -> None:
     fidelity, done_so_far = module.fidelity, []
@@ -102,7 +98,7 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
     assert ("Too little is known to name" in result["verdict"][0]) == (after < 18)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("tiny", "text")
 def test_a_terminal_shows_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Console(width=200, stderr=True, force_terminal=True)
     monkeypatch.setattr(console, "stderr", lambda: terminal)

@@ -54,9 +54,7 @@ def agreement(
 
 
 @torch.no_grad()
-def next_query(
-    model: PreTrainedModel, method: GVote, ids: Int[Tensor, "1 tokens"], on_layer: Callable[[], None] = lambda: None
-) -> dict[int, Agreement]:
+def next_query(model: PreTrainedModel, method: GVote, ids: Int[Tensor, "1 tokens"]) -> dict[int, Agreement]:
     """Return for each layer how samples made from all tokens but the last agree with the last token's queries.
 
     Attention is over the tokens before the last, as in the paper's equation 1.
@@ -65,7 +63,6 @@ def next_query(
         model: the model.
         method: gvote, whose parameters are used.
         ids: a text, `[1, tokens]`.
-        on_layer: called twice a layer, because there are two prefills.
 
     Raises:
         KeepsetError: there are fewer than `method.skip` + 3 tokens.
@@ -75,11 +72,11 @@ def next_query(
             f"{ids.shape[1]} tokens are too few: statistics leave out the first {method.skip} and the last, "
             f"so give {method.skip + 3} or more."
         )
-    whole = Recorder(model, Needs(RecentQueries(1)), on_layer)
+    whole = Recorder(model, Needs(RecentQueries(1)))
     whole.prefill(ids)
     newest = {observation.layer: observation.newest_queries(1)[0] for observation in whole.observations}
     del whole
-    masked = Recorder(model, method.traits.needs, on_layer)
+    masked = Recorder(model, method.traits.needs)
     masked.prefill(ids[:, :-1])
     agreements = {}
     for observation in masked.observations:

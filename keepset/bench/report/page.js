@@ -8,10 +8,6 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const colourOf = (series) =>
   typeof series === "string" ? css(series)
     : series < COLOURS ? css(`--c${series}`) : `hsl(${Math.round(137.5 * series) % 360} 60% ${css("--lightness")})`;
-const SCALES = {
-  share: () => [[0, css("--page")], [1, css("--c0")]],
-  difference: () => [[0, css("--c0")], [0.5, css("--page")], [1, css("--c1")]],
-};
 
 // ---- charts, drawn by plotly; the labels that it gets are escaped already
 
@@ -27,10 +23,7 @@ const axis = ({ title, ...more } = {}) => ({
   title: { text: title, font: font(), standoff: 8 }, ...more,
 });
 
-function styled({ series = 0, group, scale, ...trace }) {
-  if (trace.type === "heatmap") {
-    return { ygap: 1, colorbar: { thickness: 12, outlinewidth: 0 }, ...trace, colorscale: SCALES[scale]() };
-  }
+function styled({ series = 0, group, ...trace }) {
   const color = colourOf(series);
   return {
     type: "scatter", cliponaxis: false, hoverinfo: trace.hovertext ? "text" : undefined,
@@ -115,18 +108,12 @@ function legend(entries, box) {
 
 function plots({ plots: all, legend: entries = [] }, box) {
   legend(entries, box);
-  const grid = el("div", { className: all.length > 1 ? "plots" : "plots single" });
-  box.append(grid);
-  const boxes = all.map((plot) => {
-    const place = el("div", { id: plot.id, className: "plot" });
-    grid.append(el("figure", {}, ...(plot.title ? [el("figcaption", {}, plot.title)] : []), place));
-    return place;
-  });
-  // Only now is every plot as wide as it will be.
-  all.forEach((plot, i) => {
-    if (plot.traces.some((trace) => trace.z || trace.x.length)) chart(boxes[i], plot);
-    else boxes[i].replaceChildren(el("p", { className: "note" }, "Nothing was measured."));
-  });
+  for (const plot of all) {
+    const place = el("figure", { id: plot.id, className: "plot" });
+    box.append(place);
+    if (plot.traces.some((trace) => trace.x.length)) chart(place, plot);
+    else place.replaceChildren(el("p", { className: "note" }, "Nothing was measured."));
+  }
 }
 
 // ---- tables that sort by a click on a column's name; lines that failed stay last
@@ -247,13 +234,9 @@ function choice({ id: name, label, options, radio: buttons }, box) {
   if (options.length) show(0);
 }
 
-function errors({ items }, box) {
-  box.append(el("ul", { className: "errors" }, ...items.map((item) => el("li", {}, item))));
-}
-
 // ---- the page
 
-const DRAW = { table, plots, maps, choice, errors, kept };
+const DRAW = { table, plots, maps, choice, kept };
 let sections = 0;
 
 // Draws a section into a box; one with a title is a section of the document.

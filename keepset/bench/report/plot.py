@@ -61,8 +61,8 @@ def line(name: str, points: Sequence[Point], series: int | str, **options: Any) 
         name: the series' name.
         points: the points in their order.
         series: the number of a colour and a symbol, or the name of one of the style's colours.
-        options: `group`, the legend's entry that shows and hides the line (`name` if not given); `template`, what is
-            shown over a point without `hover`; `symbol`, `size`, `dash` and `shape`; and options of plotly.
+        options: `group`, the legend's entry that shows and hides the line (`name` if not given); `symbol`, `size` and
+            `dash`; and options of plotly.
     """
     mark = options.pop("symbol", MARKS[series % len(MARKS)] if isinstance(series, int) else "circle")
     trace: dict[str, Any] = {
@@ -72,14 +72,12 @@ def line(name: str, points: Sequence[Point], series: int | str, **options: Any) 
         "series": series,
         "group": options.pop("group", name),
         "mode": "lines+markers",
-        "line": {"dash": options.pop("dash", "solid"), "shape": options.pop("shape", "linear")},
+        "line": {"dash": options.pop("dash", "solid")},
         "marker": {
             "symbol": [f"{mark}-open" if point.is_hollow else mark for point in points],
             "size": options.pop("size", 9),
         },
     }
-    if (template := options.pop("template", None)) is not None:
-        trace["hovertemplate"] = f"{template}<extra>{label(name)}</extra>"
     if any(point.hover for point in points):
         trace["hovertext"] = [point.hover for point in points]
     if any(point.high is not None for point in points):
@@ -94,37 +92,21 @@ def _gap(high: float | None, low: float | None) -> float:
     return 0 if high is None or low is None else high - low
 
 
-def heatmap(z: Sequence[Sequence[float | None]], scale: str, template: str, **options: Any) -> dict[str, Any]:
-    """Return a heat map of rows `z`; `template` is plotly's template of the text over a cell.
-
-    The scale `share` goes from the page's colour to a strong one, `difference` from cold to warm.
-    """
-    return {
-        "type": "heatmap",
-        "z": z,
-        "scale": scale,
-        "xgap": 1,
-        "hovertemplate": f"{template}<extra></extra>",
-        **options,
-    }
-
-
 def plot(
     name: str,
     traces: Sequence[dict[str, Any]],
     x: dict[str, Any],
     y: dict[str, Any],
     *,
-    title: str = "",
     height: str = "",
     shapes: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return a chart with the id `name` in the document, of traces made by `line` or `heatmap`, and two axes.
+    """Return a chart with the id `name` in the document, of traces made by `line`, and two axes.
 
     The height is in CSS, or the style's. Shapes are plotly's, with `stroke` as the name of a colour.
     """
     layout = {"xaxis": x, "yaxis": y, "shapes": list(shapes)}
-    return {"id": name, "title": title, "traces": list(traces), "layout": layout, "height": height}
+    return {"id": name, "traces": list(traces), "layout": layout, "height": height}
 
 
 def plots(

@@ -5,11 +5,10 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from keepset.bench.analysis.conclusion import counted
-from keepset.bench.analysis.diagnostics import REGION
+from keepset.bench.analysis.events import REGION
 from keepset.bench.analysis.intervals import Figure
 from keepset.bench.analysis.rows import Row
-from keepset.bench.analysis.summary import NeedleMap, Summary, Trade
+from keepset.bench.analysis.summary import NeedleMap, Summary, Trade, counted
 from keepset.bench.record import FULL
 from keepset.bench.report import plot
 from keepset.bench.report.page import Section, choice, page

@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepset.bench.analysis.diagnostics import repetition_rate
-from keepset.bench.analysis.trace import EventFigures
+from keepset.bench.analysis.events import EventFigures, repetition_rate
 from keepset.bench.candidate import Candidate
 from keepset.bench.generation import Answer, StopCriterion, Stream, likelihoods, picker
 from keepset.bench.memory import CacheMemory, MemoryBudget, most_tokens

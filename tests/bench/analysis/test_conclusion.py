@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepset.bench.analysis.conclusion import LEAST_EXAMPLES
-from keepset.bench.analysis.summary import summarize
+from keepset.bench.analysis.summary import LEAST_EXAMPLES, summarize
 from keepset.bench.record import FULL
 from tests.bench.analysis.cells import cells
 

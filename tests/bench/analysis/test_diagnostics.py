@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.bench.analysis.diagnostics import (
+from keepset.bench.analysis.events import (
     by_depth,
     longest_run,
     middle_retention,

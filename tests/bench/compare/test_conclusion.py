@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from keepset.bench.compare.comparison import Comparison, kl_figures
-from keepset.bench.compare.conclusion import LEAST_TOKENS, conclusion
+from keepset.bench.compare.comparison import LEAST_TOKENS, Comparison, conclusion, kl_figures
 from keepset.bench.record import Record
 
 

@@ -18,9 +18,9 @@ VIEWPORT = {"width": 1280, "height": 720}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The fast tier opens the page of a server's load; all others are of the full one."""
+    """The fast tier opens a sweep's page; all others are of the full one."""
     for item in items:
-        if "browser" in getattr(item, "fixturenames", ()) and "1280-serving" not in item.name:
+        if "browser" in getattr(item, "fixturenames", ()) and "1280-results" not in item.name:
             item.add_marker(pytest.mark.full)
 
 

@@ -13,11 +13,9 @@ import torch
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import FULL, Record
-from keepset.bench.report import compare, compiled, results, serving, tune
-from keepset.core.tables import Tables
+from keepset.bench.report import compare, results
 from keepset.texts import Needle
 from tests.bench.analysis.cells import cell, cells
-from tests.core.test_tables import random_tables
 
 EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
 
@@ -142,75 +140,8 @@ def latency_row(recipe: str, tokens: int, peak: int | None = 10**9, error: str |
     return {**head, "rounds": [measured, {**measured, "first_seconds": 3.0}], **medians}
 
 
-def request(index: int, seconds: float | None, error: str | None = None) -> dict[str, Any]:
-    times = dict.fromkeys(("first_token_seconds", "seconds_per_token", "seconds"), seconds)
-    counts = {"index": index, "start": 0.0, "prompt_tokens": 5, "output_tokens": 4}
-    return {**counts, **times, "error": error, "chunks": [1.0] * 3}
-
-
-def server(name: str) -> dict[str, Any]:
-    samples: list[dict[str, Any]] = [
-        {"time": t, "running": t, "waiting": 0, "preemptions": 0, "kv_usage": t / 10} for t in (0.0, 1.0, 2.0, 2.5)
-    ]
-    samples.append({"time": 3.0, **dict.fromkeys(("running", "waiting", "preemptions", "kv_usage"))})
-    requests = [request(0, 3.0), request(1, 1.0), request(2, 2.0), request(3, 0.5, EVIL), request(4, None, EVIL)]
-    rate = 9.0 if name == "recipe" else 6.0
-    summary: dict[str, Any] = {
-        **{"errors": [EVIL], "requests": 5, "failed": 2, "output_tokens_per_second": rate, "keepset": {EVIL: rate}},
-        **{key: {"p50": 2.0} for key in ("first_token_seconds", "seconds_per_token", "request_seconds")},
-        **{key: {"max": 2.0} for key in ("running", "waiting", "kv_usage")},
-    }
-    head = {"name": name, "recipe": None, "command": [EVIL], "summary": summary}
-    return {**head, "samples": samples, "requests": requests}
-
-
-def served(*names: str) -> dict[str, Any]:
-    load = {"requests": 5, "prompt_tokens": 5, "output_tokens": 4, "concurrency": 2, "rounds": 2, "seed": 0}
-    head = {"model": EVIL, "recipe": EVIL, "load": load, "options": ["--x", EVIL], "keepset": "0"}
-    return {**head, "servers": [server(name) for name in names]}
-
-
-CURVE = [{"step": step, "bellman": 0.5 - step / 100, "conservative": step / 100} for step in range(0, 30, 10)]
-
-
-def tables(**other: Any) -> Tables:
-    known = {"model": {"name": EVIL}, "method": EVIL, "seed": 3, "curves": {"head": CURVE, "gate": CURVE}, **other}
-    return dataclasses.replace(random_tables(), provenance=known)
-
-
-def tune_row(
-    recipe: str, kl: float, *, finalist: bool = True, pieces: int = 16, found: float | None = 0.5
-) -> dict[str, Any]:
-    interval = {"low": kl / 2, "high": 2 * kl} if pieces > 1 else {"low": None, "high": None}
-    facts = {} if found is None else {"found": {"mean": found, "low": found / 2, "high": (1 + found) / 2}}
-    costs = {"kv_bytes": 30e6, "kv_bytes_full": 100e6, "prefill_seconds": 3.0, "prefill_seconds_full": 2.0}
-    head = {"recipe": recipe, "pieces": pieces, "finalist": finalist, "keep": 0.25, "share": 0.3, "top1": 0.9}
-    return {**head, "kl": {"mean": kl, **interval}, **facts, **costs}
-
-
-def tuned(*rows: dict[str, Any], facts: int = 4) -> dict[str, Any]:
-    full = {"kv_bytes": 100_000_000, **({"found": {"mean": 0.75, "low": 0.5, "high": 1.0}} if facts else {})}
-    recipes = [each["recipe"] for each in rows]
-    return {
-        "model": EVIL, "budget": "bytes=0.25", "tokens": 960, "continuation_tokens": 64, "pieces": 16, "facts": facts,
-        "round": 4, "rounds": 4, "measured": 16, "full": full, "recipe": recipes[0],
-        "tied": recipes[:2],
-        "verdict": [EVIL, "Second."], "rows": list(rows), "dropped": [{"recipe": "gvote", "reason": EVIL}],
-    }  # fmt: skip
-
-
-TUNED = (
-    tune_row("tova(keep=0.25)", 0.2),
-    tune_row(EVIL, 0.1),
-    tune_row("h2o", 0.4, found=0.0),
-    tune_row("out", 0.8, finalist=False, pieces=1),
-)
-
 PAGES = {
     "compare": lambda: compare.render(comparison(), TOKENS),
     "results": results_page,
-    "serving": lambda: serving.render(served(EVIL, "recipe")),
-    "compiled": lambda: compiled.render(tables()),
-    "tune": lambda: tune.render(tuned(*TUNED)),
 }
 """A page of every command."""

@@ -1,37 +1,27 @@
-"""What `results`, `latency`, `serve`, `compile` and `tune` say; `test_pages.py` has how pages are drawn."""
+"""What `results` and `latency` say; `test_pages.py` has how pages are drawn."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.record import FULL
-from keepset.bench.report import compiled, serving, tune
 from keepset.cli.latency import conclusion, table
 from tests.bench.analysis.cells import cell, cells
 from tests.bench.report.pages import (
-    CURVE,
     EVIL,
-    TUNED,
     Described,
     chart,
     data_of,
     latency_row,
     lines,
-    request,
     results_page,
     rows,
     sections,
-    served,
     sweep,
-    tables,
-    traces,
-    tune_row,
-    tuned,
 )
 
 
@@ -167,109 +157,3 @@ def test_latencies_that_overlap_are_a_tie_and_two_rounds_say_nothing() -> None:
     two = concluded(timed("a", 3.0, 3.1), rounds=2)
     assert two == "Nothing can be concluded from 2 of the 3 rounds that a comparison needs."
     assert concluded(timed("a", 3.0, 3.1)) == ""  # interrupted in its last round
-
-
-def test_serving_opens_with_what_the_load_has_shown() -> None:
-    said = serving.conclusion(served("plain", "recipe"))
-    assert said.startswith("With the recipe vLLM makes 1.50 times plain vLLM's output tokens a second")
-    assert said.endswith("Each server ran once, so there is no interval.")
-    assert serving.conclusion(served("server")) == "3 of 5 requests were answered, 6.0 output tokens a second."
-    nothing = served("plain", "recipe")
-    nothing["servers"][0]["summary"]["output_tokens_per_second"] = None
-    assert "plain vLLM answered none" in serving.conclusion(nothing)
-
-
-def test_serving_shows_samples_and_answered_requests() -> None:
-    page = serving.render(served("plain", "recipe"))
-    running = chart(page, "running")
-    assert [trace["name"] for trace in running] == ["plain", "recipe"]
-    assert running[0]["x"] == running[0]["y"] == [1, 2, 2.5]
-    assert chart(page, "usage")[1]["y"][0] == 0.1
-    shares = chart(page, "request")[0]
-    assert shares["x"] == [1, 1, 2, 3]
-    assert shares["y"] == pytest.approx([0, 1 / 3, 2 / 3, 1])
-    assert ["output tokens/s", "6.0", "9.0", "x1.50 better"] in rows(page)
-    assert [f"keepset: {EVIL.replace('_', ' ')}", "6", "9", "x1.50"] in rows(page)
-    assert data_of(page)["facts"][0] == ["Recipe", EVIL]
-    assert data_of(page)["sections"][-1]["items"] == [f"{name}: {EVIL}" for name in ("plain", "recipe")]
-
-
-def near(drawn: Any, table: Any) -> bool:
-    """Whether a chart has the numbers of a table, of which it shows four digits."""
-    return np.allclose(drawn, np.asarray(table), rtol=0, atol=1e-4)
-
-
-def test_charts_of_tables_are_the_tables() -> None:
-    page, made = compiled.render(tables()), tables()
-    assert list(options(page, "budget")) == ["8", "64"]
-    for budget, described in enumerate(options(page, "budget").values()):
-        assert near(chart(described, "heads")[0]["z"], made.weights[budget])
-        for part, name in enumerate(("below 2", "2 to 5", "5 to 20", "from 20")):
-            assert near(chart(described, f"gate-{part}")[0]["z"], made.gate[budget, :, :, part])
-            assert described[1]["plots"][part]["title"] == f"Perplexity {name}"
-    for name in ("bellman", "conservative"):
-        assert [line["y"] for line in chart(page, name)] == [[point[name] for point in CURVE]] * 2
-
-
-@pytest.mark.parametrize("curves", [None, [1], {"head": 3}, {"head": [{"step": "x"}]}, {"head": [{"step": 1}]}])
-def test_a_strangers_curves_are_left_out(curves: Any) -> None:
-    assert len(data_of(compiled.render(tables(curves=curves)))["sections"]) == 1
-
-
-def test_tuning_shows_costs_and_intervals() -> None:
-    page = tune.render(tuned(*TUNED))
-    # What matters most is drawn last, above the rest.
-    _, others, tied, used = chart(page, "kl")
-    assert (used["name"], used["x"], used["y"]) == ("tova(keep=0.25)", [1.5], [0.2])
-    assert used["error_y"]["arrayminus"] == pytest.approx([0.1]) and used["error_y"]["array"] == pytest.approx([0.2])
-    assert (tied["name"], tied["y"], others["name"], others["y"]) == (
-        "cannot be told from it", [0.1], "others", [0.4, 0.8],
-    )  # fmt: skip
-    assert "error_y" not in others and others["x"] == [1.5, 1.5]
-    assert [trace["y"] for trace in chart(page, "found")[1:]] == [[0, 0.5], [0.5], [0.5]]
-    legend = [(mark, name) for name, _, mark in next(sections(page))["legend"]]
-    assert legend == [
-        ("star", "tova(keep=0.25)"), ("diamond", "cannot be told from it"), ("circle-open", "others"),
-    ]  # fmt: skip
-    assert [value for _, value in data_of(page)["facts"]] == ["bytes=0.25", "4", "100.0 MB", "75% (50%..100%)"]
-    _, first, second, _, last_row, dropped = rows(page)
-    assert first[1:] == ["16", "30.0", "30.0%", "0.2000", "0.1000..0.4000", "90%", "x1.50", "50%", "25%..75%"]
-    marks = [line["mark"] and line["mark"][0] for line in lines(page)]
-    assert marks == ["star", "diamond", "circle-open", "circle-open", None]
-    assert second[0] == EVIL and last_row[4:6] == ["0.8000", ""] and dropped == ["gvote", EVIL]
-
-
-def test_tuning_without_facts_shows_nothing_of_them() -> None:
-    recipes = [tune_row("tova", 0.2, found=None), tune_row("h2o", 0.4, found=None)]
-    page = tune.render({**tuned(*recipes, facts=0), "recipe": None, "tied": []})
-    assert [plot["id"] for plot in next(sections(page))["plots"]] == ["kl"]
-    assert len(rows(page)[0]) == 8 and len(data_of(page)["facts"]) == 3
-    _, others, frontier = chart(page, "kl")
-    assert (others["y"], frontier["y"]) == ([0.4], [0.2]) and frontier["name"] == "no other is cheaper and better"
-
-
-def test_tuning_joins_the_recipes_that_none_is_cheaper_and_better_than() -> None:
-    costs = {"a": (1.0, 0.5), "b": (1.1, 0.6), "c": (1.5, 0.2), "d": (2.0, 0.3), "e": (4.0, 0.01), "f": (5.0, 0.02)}
-    made = [tune_row(f"{name}(bytes=0.25)", kl, found=None) for name, (_, kl) in costs.items()]
-    for row, (cost, _) in zip(made, costs.values(), strict=True):
-        row["prefill_seconds"] = cost * row["prefill_seconds_full"]
-    result = {**tuned(*made, facts=0), "recipe": "e(bytes=0.25)", "tied": ["e(bytes=0.25)"]}
-    steps, others, frontier, used = chart(tune.render(result), "kl")
-    best = [one for one in costs.values() if not any(c <= one[0] and kl < one[1] for c, kl in costs.values())]
-    assert list(zip(steps["x"], steps["y"], strict=True)) == sorted(best) and steps["mode"] == "lines"
-    assert [len(trace["y"]) for trace in (frontier, used, others)] == [2, 1, 3]
-
-
-def test_a_browser_switches_to_another_option(load: Any) -> None:
-    made = compiled.render(tables())
-    page = load(made, color_scheme="dark")
-    for budget in (1, 0):
-        page.select_option("#budget", str(budget))
-        assert near(traces(page, "heads")[0]["z"], tables().weights[budget])
-
-
-def test_a_browser_says_that_nothing_was_measured(load: Any) -> None:
-    empty = {**served("server"), "recipe": None}
-    empty["servers"][0] |= {"samples": [], "requests": [request(0, None, "gone")]}
-    page = load(serving.render(empty))
-    assert page.locator("#running").text_content() == "Nothing was measured."

@@ -148,7 +148,7 @@ def test_series_differ_in_shape_and_colour() -> None:
 
 def test_policy_stops_foreign_scripts(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write(path, PAGES["serving"]())
+    write(path, PAGES["results"]())
     page = browser.new_page()
     page.goto(path.as_uri())
     page.evaluate(

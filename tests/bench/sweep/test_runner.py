@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import keepset
 from keepset import Budget, KeepsetError, Observation, Recipe
-from keepset.bench.analysis.diagnostics import repetition_rate
+from keepset.bench.analysis.events import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.record import FULL, Record
 from keepset.bench.sweep.runner import CellRun, Runner

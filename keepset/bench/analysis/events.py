@@ -1,32 +1,92 @@
-"""Events of a generation: `EventFigures` measures what each event kept, `Tracer` runs and watches a generation."""
+"""What each event of a generation kept, in figures; and how much a text repeats itself."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from keepset.allocators.ams import Segments
-from keepset.bench.analysis.diagnostics import (
-    REGION,
-    by_depth,
-    longest_run,
-    middle_retention,
-    proxy_segments,
-    repetition_rate,
-    wipeout_rate,
-)
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.cache import Cache
-from keepset.recipe import Recipe
+
+REGION = 16
+"""Tokens of a region: the shortest segment of AMS's Table 15."""
+
+
+Kept = Bool[Tensor, "layers kv_heads positions"]
+"""Whether each position of one request's text so far is kept after an event."""
+
+
+def wipeout_rate(kept: Kept, region: int = REGION) -> Float[Tensor, "layers kv_heads"]:
+    """Return the share of the text's regions from which an event has kept nothing (Yang and Shen, AMS, appendix C).
+
+    The paper gives the rate without a definition. In keepset, regions of `region` tokens are counted from the first
+    token of the text so far, so a region that an earlier event wiped out stays wiped out. A shorter last region counts.
+    """
+    regions = F.pad(kept, (0, -kept.shape[-1] % region)).unflatten(-1, (-1, region))
+    return 1 - regions.any(-1).sum(-1) / regions.shape[-2]
+
+
+def middle_retention(kept: Kept) -> Float[Tensor, "layers kv_heads"]:
+    """Return the share of the middle third of the text so far that is kept (Yang and Shen, AMS, Figure 4a).
+
+    The paper does not say where the middle begins. In keepset, a third of the positions, rounded down, is left out at
+    either end.
+    """
+    edge = kept.shape[-1] // 3
+    middle = kept[..., edge : kept.shape[-1] - edge]
+    return middle.sum(-1) / middle.shape[-1]
+
+
+def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
+    """Return the length of the longest stretch of neighbours that are all true."""
+    count = torch.arange(1, flags.shape[-1] + 1, device=flags.device)
+    last_false = count.expand_as(flags).masked_fill(flags, 0).cummax(-1).values
+    runs = count - last_false
+    return torch.cat([runs, runs.new_zeros(*flags.shape[:-1], 1)], -1).amax(-1)
+
+
+def proxy_segments(kept: Kept) -> tuple[Float[Tensor, "layers kv_heads"], Float[Tensor, "layers kv_heads"]]:
+    """Return the number of runs of consecutive kept tokens, and their mean length in tokens.
+
+    They replace segments if a method has none (Yang and Shen, AMS, Figure 5: "consecutive retained tokens are grouped
+    as proxy segments").
+    """
+    begins = kept & ~F.pad(kept, (1, 0))[..., :-1]
+    runs = begins.sum(-1)
+    return runs.float(), kept.sum(-1) / runs.clamp(min=1)
+
+
+def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
+    """Return means over the early, middle and late layers (AMS, Table 14).
+
+    The paper cuts its 28 layers into 8, 12 and 8 and gives no rule. In keepset, early and late are two sevenths of the
+    layers each, rounded, and the middle is the rest. Stages without layers are left out.
+    """
+    edge = round(values.shape[0] * 2 / 7)
+    stages = zip(
+        ("early", "middle", "late"), torch.split(values, [edge, values.shape[0] - 2 * edge, edge]), strict=True
+    )
+    return {name: float(part.mean()) for name, part in stages if part.shape[0]}
+
+
+def repetition_rate(ids: Int[Tensor, " tokens"], n: int = 4) -> float:
+    """Return the share of a text's n-grams that have occurred in it before; 0 for a text shorter than n.
+
+    Yang and Shen (AMS, Figure 4b, Table 9) give the rate without n or formula; 4 is usual for degenerate repetition.
+    """
+    if ids.shape[0] < n:
+        return 0.0
+    grams = ids.unfold(0, n, 1)
+    return 1 - grams.unique(dim=0).shape[0] / grams.shape[0]
 
 
 class HeadSegments(NamedTuple):
@@ -139,66 +199,3 @@ class EventFigures:
 def _with_depths(name: str, values: Tensor) -> dict[str, float]:
     """Return the mean of a figure over all layers, and over the layers of each stage."""
     return {name: float(values.mean()), **{f"{name}_{stage}": value for stage, value in by_depth(values).items()}}
-
-
-class Tracer:
-    """Runs one generation under a recipe, and measures its events.
-
-    Attributes:
-        ids: the tokens so far, of which the first `prompt` are the prompt's.
-        events: the figures so far; they may be read at any time, also after Ctrl-C.
-    """
-
-    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
-        self.ids: list[int] = []
-        self.prompt = 0
-        self.events = EventFigures(recipe.method)
-        self._model, self._cache = model, Cache(model, recipe, observer=self._observe)
-        self._watching = 0.0
-        self._clock: list[float] = []
-
-    @torch.no_grad()
-    def generate(self, ids: Int[Tensor, "1 prompt"], on_token: Callable[[], None], **options: Any) -> None:
-        """Continue a prompt with the options of `model.generate`; call `on_token` after each token."""
-        self.ids, self.prompt, self._on_token = ids[0].tolist(), ids.shape[1], on_token
-        generate: Any = self._model.generate
-        generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache, streamer=self, **options)
-
-    def put(self, value: Tensor) -> None:
-        """Receive the stream of `model.generate`: the prompt, then one token after another."""
-        now = time.perf_counter()
-        self._clock.append(now - self._watching)
-        if len(self._clock) > 1:
-            self.ids += value.flatten().tolist()
-            self.events.look(self._cache)
-            self._on_token()
-        self._watching += time.perf_counter() - now
-
-    def end(self) -> None:
-        """Do nothing when the last token has been streamed."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures so far, as `keepset trace --json` prints them.
-
-        The speed covers the tokens after the first, without the time of measuring.
-        """
-        clock, keep_set = self._clock, self._cache.keep_set
-        return {
-            "recipe": str(self._cache.recipe),
-            "prompt_tokens": self.prompt,
-            "tokens": len(self.ids),
-            "region": REGION,
-            "repetition": repetition_rate(torch.tensor(self.ids[self.prompt :], dtype=torch.long)),
-            "tokens_per_second": (len(clock) - 2) / (clock[-1] - clock[1]) if len(clock) > 2 else None,
-            "heads": 0 if keep_set is None else keep_set.counts[:, 0].numel(),
-            "events": [
-                {"length": event.length, "entries": event.entries, "kept": event.kept, **event.figures}
-                for event in self.events.events
-            ],
-            "mean": self.events.means,
-        }
-
-    def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
-        start = time.perf_counter()
-        self.events.observe(observation, budget, keep_set)
-        self._watching += time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The figures of events against sets, and the tracer against caches that are fed by hand."""
+"""The figures of events against sets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 
 import keepset
 from keepset import Budget, KeepSet, Observation, Recipe
-from keepset.bench.analysis.diagnostics import repetition_rate
-from keepset.bench.analysis.trace import EventFigures, HeadSegments, Tracer, head_segments
+from keepset.bench.analysis.events import EventFigures, HeadSegments, head_segments
 from keepset.methods.tova import TOVA
-from tests.hf.models import generate, prompt, tiny
+from tests.hf.models import prompt, tiny
 from tests.methods.naive import Given
 
 OPTIONS: dict[str, Any] = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -45,36 +44,6 @@ def kept_by(cache: keepset.Cache, layers: int, heads: int) -> Sets:
         [[{*each.positions(layer, 0, head).tolist()} for head in range(heads)] for layer in range(layers)]
         for each in sets
         if each is not None
-    ]
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "tova(keep=9, every=4)",
-        "adakv(snapkv(window=4), keep=12, every=5)",
-        "knorm(keep=0.5)",
-        "tova(keep=9, prefill=False, every=6)",
-    ],
-)
-def test_a_trace_has_the_events_of_a_cache(text: str) -> None:
-    model, ids, recipe = tiny("llama"), prompt(1, LENGTH), Recipe.parse(text)
-    tokens: list[int] = []
-    tracer = Tracer(model, recipe)
-    tracer.generate(ids, lambda: tokens.append(1), max_new_tokens=NEW, **OPTIONS)
-    cache = keepset.Cache(model, recipe, history=True)
-    expected = generate(model, ids, cache, max_new_tokens=NEW).sequences[0]
-    told = tracer.to_json()
-    assert tracer.ids == expected.tolist() and told["prompt_tokens"] == LENGTH and told["tokens"] == LENGTH + NEW
-    assert told["recipe"] == str(recipe) and sum(tokens) == NEW and told["tokens_per_second"] > 0
-    assert told["repetition"] == repetition_rate(expected[LENGTH:]) and told["heads"] == 4
-    rows = [(event["length"], event["entries"], event["kept"]) for event in told["events"]]
-    assert rows == [(event.length, event.entries, event.kept) for event in cache.events]
-    _, watcher = watched(recipe, expected[None], LENGTH)
-    assert [row.figures for row in watcher.events] == [
-        {name: value for name, value in event.items() if name not in ("length", "entries", "kept")}
-        for event in told["events"]
     ]
 
 

@@ -1,1 +1,0 @@
-"""Finding the recipe for a text by measuring."""
