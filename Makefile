@@ -51,7 +51,7 @@ collect: setup-vllm
 
 # Tables and figures of the papers on the embedded model.
 test-papers: setup
-	$(PYTEST) --full --papers tests/cli/test_reproduce.py
+	$(PYTEST) --full --papers tests/lab/cli/test_reproduce.py
 
 # Needs a GPU: kernels as they are compiled for it, and what the runtimes make of them.
 test-gpu: setup

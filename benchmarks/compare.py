@@ -13,12 +13,13 @@ from harness.report import Section, machine, publish
 from harness.summary import Summary, shown, verdict
 from transformers import DynamicCache
 
-from keepset import Budget, models, texts
-from keepset.bench.candidate import grid
-from keepset.bench.compare.prompt import PromptComparer
-from keepset.bench.compare.text_task import make_text_task
-from keepset.cli.checks import offered_recipes
+from keepset import Budget, models
 from keepset.hf.prompt_session import CachedPrompt
+from keepset.lab import texts
+from keepset.lab.candidate import grid
+from keepset.lab.cli.checks import offered_recipes
+from keepset.lab.compare.prompt import PromptComparer
+from keepset.lab.compare.text_task import make_text_task
 
 KEEPS = (0.5, 0.25, 0.1)
 TARGET, DEMO_TARGET = 4.0, 90.0

@@ -14,14 +14,15 @@ import torch
 from harness import progress
 from harness.report import Section, machine, publish
 
-from keepset import Recipe, models, texts
-from keepset.bench.analysis import intervals
+from keepset import Recipe, models
 from keepset.core.tables import Tables, neutral, save
+from keepset.lab import texts
+from keepset.lab.analysis import intervals
+from keepset.lab.compile.compiler import POOL, CompileSettings, compile_tables
+from keepset.lab.compile.contamination import is_contaminated
+from keepset.lab.compile.corpus import ContextPool
+from keepset.lab.compile.judge import Judge, Verdict
 from keepset.methods.compilerkv import THRESHOLD, CompilerKV
-from keepset.offline.compile.compiler import POOL, CompileSettings, compile_tables
-from keepset.offline.compile.contamination import is_contaminated
-from keepset.offline.compile.corpus import ContextPool
-from keepset.offline.compile.judge import Judge, Verdict
 
 RECIPES = "compilerkv, compilerkv(threshold='utility'), compilerkv(global_mean=False)"
 REWARDS = ("expected", "said")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 import keepset
-from keepset.bench.compare.decode import feed_slices
+from keepset.lab.compare.decode import feed_slices
 
 RECIPES = (
     "snapkv(keep={keep}, every={every})",

@@ -14,7 +14,7 @@ from harness.options import names
 from harness.report import Section, machine, publish
 from harness.summary import Summary, ratios, shown
 
-from keepset.texts import essay
+from keepset.lab.texts import essay
 
 WORKER = Path(__file__).parent / "workers" / "vllm_worker.py"
 SHORT, AMPLE = 64, 400

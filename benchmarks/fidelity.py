@@ -11,12 +11,13 @@ import torch
 from harness import progress
 from harness.report import Section, machine, publish
 
-from keepset import Budget, Recipe, models, texts
-from keepset.bench.analysis import intervals
-from keepset.bench.candidate import grid
-from keepset.bench.compare.prompt import PromptComparer
-from keepset.bench.compare.text_task import TextTask, make_text_task
-from keepset.bench.record import Record
+from keepset import Budget, Recipe, models
+from keepset.lab import texts
+from keepset.lab.analysis import intervals
+from keepset.lab.candidate import grid
+from keepset.lab.compare.prompt import PromptComparer
+from keepset.lab.compare.text_task import TextTask, make_text_task
+from keepset.lab.record import Record
 
 RECIPES = (
     "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, "

@@ -15,7 +15,7 @@ import torch
 from rich.cells import cell_len
 
 import keepset
-from keepset.texts import NEEDLE, chat_parts, essay, insert, token_texts
+from keepset.lab.texts import NEEDLE, chat_parts, essay, insert, token_texts
 
 RECIPES = ("snapkv(bytes=0.1)", "reread(bytes=0.1)", "quantized(match(pool(distilled)), bytes=0.1)")
 CHARACTERS, AROUND, COLUMNS, ANSWER = 4200, 400, 44, 16

@@ -19,8 +19,9 @@ from harness.prompt import essays
 from harness.report import Section, machine, publish
 from transformers import AutoTokenizer
 
+from keepset.lab.embedded import folder_of, name_statistics
 from keepset.recipe import Recipe
-from keepset.serving.command import command, folder
+from keepset.serving.command import command
 from keepset.serving.server import ServerProcess, free_port
 from keepset.serving.start_checks import check_recipe, limit_cpu_pool
 
@@ -56,7 +57,7 @@ def main() -> int:
     args.options = args.options or list(OPTIONS)
     recipes = Recipe.parse_list(args.recipes)
     for recipe in recipes:
-        check_recipe(recipe, folder(args.model))
+        check_recipe(recipe, folder_of(args.model))
     limit_cpu_pool(args.options)
     reports: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch, progress.bar() as bar:
@@ -78,7 +79,7 @@ def main() -> int:
 
 def texts(args: argparse.Namespace) -> list[str]:
     """Return the prompts: pieces of the essays, a different one for each request."""
-    tokenizer = AutoTokenizer.from_pretrained(folder(args.model))
+    tokenizer = AutoTokenizer.from_pretrained(folder_of(args.model))
     ids = tokenizer(essays(), add_special_tokens=False, verbose=False)["input_ids"]
     starts = range(0, len(ids) - args.prompt, (len(ids) - args.prompt) // args.requests)
     return [tokenizer.decode(ids[start : start + args.prompt]) for start in starts[: args.requests]]
@@ -87,9 +88,10 @@ def texts(args: argparse.Namespace) -> list[str]:
 def measured(recipe: Recipe | None, args: argparse.Namespace, prompts: Path) -> dict[str, Any]:
     """Return the report of `vllm bench serve` on a server with a recipe, or on plain vLLM."""
     port, result = free_port(), prompts.with_name("report.json")
-    with ServerProcess(command(args.model, recipe, [*args.options, "--port", str(port)]), port) as server:
+    recipe, options = name_statistics(recipe, args.model), [*args.options, "--port", str(port)]
+    with ServerProcess(command(folder_of(args.model), recipe, options), port) as server:
         server.wait(600)
-        load: dict[str, object] = {"--base-url": server.url, "--tokenizer": folder(args.model)}
+        load: dict[str, object] = {"--base-url": server.url, "--tokenizer": folder_of(args.model)}
         load |= {"--dataset-name": "custom", "--dataset-path": prompts, "--custom-output-len": args.output}
         load |= {"--num-prompts": args.requests, "--num-warmups": 1, "--temperature": 0}
         load |= {"--percentile-metrics": "ttft,tpot,e2el", "--metric-percentiles": "50,99"}

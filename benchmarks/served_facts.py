@@ -16,11 +16,11 @@ from harness import progress
 from harness.report import Section, machine, publish
 
 from keepset import Cache, Recipe, models
-from keepset.bench.generation import greedy
-from keepset.bench.tasks.needle import NeedleTask
-from keepset.bench.tasks.task import Example
-from keepset.embedded import embedded_folder
 from keepset.hf.prompt_session import Recorder
+from keepset.lab.embedded import embedded_folder
+from keepset.lab.generation import greedy
+from keepset.lab.tasks.needle import NeedleTask
+from keepset.lab.tasks.task import Example
 
 RECIPE = "quantized(match(pool(distilled)), bits=8, bytes={share})"
 SHARES = (0.5, 0.25, 0.1, 0.05)

@@ -18,10 +18,11 @@ from harness import progress
 from harness.report import Section, machine, publish
 from torch import Tensor
 
-from keepset import Cache, Recipe, models, texts
-from keepset.bench.analysis import intervals
-from keepset.embedded import embedded_folder, embedded_statistics
+from keepset import Cache, Recipe, models
 from keepset.hf.prompt_session import Recorder
+from keepset.lab import texts
+from keepset.lab.analysis import intervals
+from keepset.lab.embedded import embedded_folder, embedded_statistics
 
 RECIPE = "quantized(match(pool(distilled(stats='{stats}')), newest={newest}), bits={bits}, bytes={share})"
 WHOLE = 1.0

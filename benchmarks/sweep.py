@@ -16,13 +16,13 @@ from harness.worker import PEER_PYTHON, Worker, check_peer
 from transformers import DynamicCache
 
 from keepset import Budget, Recipe, models
-from keepset.bench.candidate import candidates
-from keepset.bench.record import Record
-from keepset.bench.sweep.prompts import PromptBuilder
-from keepset.bench.sweep.runner import Runner
-from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Example, Generation, TaskSettings
-from keepset.embedded import embedded_folder
+from keepset.lab.candidate import candidates
+from keepset.lab.embedded import embedded_folder
+from keepset.lab.record import Record
+from keepset.lab.sweep.prompts import PromptBuilder
+from keepset.lab.sweep.runner import Runner
+from keepset.lab.tasks.find import find
+from keepset.lab.tasks.task import Example, Generation, TaskSettings
 
 RECIPES = "snapkv,knorm,tova,expected_attention,adakv(snapkv)"
 KEEPS = (0.5, 0.25, 0.1)

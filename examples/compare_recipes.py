@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import kl_div
 
 import keepset
-from keepset.texts import essay
+from keepset.lab.texts import essay
 
 RECIPES = ("random", "streaming_llm", "snapkv", "glance", "reread")
 

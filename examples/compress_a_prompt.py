@@ -4,7 +4,7 @@
 """
 
 import keepset
-from keepset.texts import essay
+from keepset.lab.texts import essay
 
 model, tokenizer = keepset.models.load()  # a small embedded model; a name or a folder loads yours
 prompt = tokenizer(essay()[:4000] + "\n\nIn short, the author", return_tensors="pt")

@@ -1,6 +1,6 @@
 """`python -m keepset`: the command line."""
 
-from keepset.cli import main
+from keepset.lab.cli import main
 
 if __name__ == "__main__":
     main()

@@ -17,12 +17,13 @@ import torch
 from typer.testing import CliRunner
 
 import keepset
-from keepset import KeepsetError, Recipe, models, registry, texts
-from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import TaskSettings
-from keepset.cli import app
-from tests.cli.conftest import tiny_model
+from keepset import KeepsetError, Recipe, models, registry
+from keepset.lab import texts
+from keepset.lab.cli import app
+from keepset.lab.tasks.find import find
+from keepset.lab.tasks.task import TaskSettings
 from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, tiny
+from tests.lab.cli.conftest import tiny_model
 from tests.methods.naive import EXACT, Shape, check_scores, length_of, observe, window_attention
 
 ROOT = Path(__file__).parents[1]
@@ -174,8 +175,8 @@ def test_runs_exactly(text: str, layout: str, architecture: str, padding: list[i
 
 
 def test_the_benchmark_is_found_made_and_judged(embedded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module_of("keepset.bench.tasks.passwords", "   ", tmp_path, monkeypatch)
-    monkeypatch.setattr("keepset.bench.tasks.find.TASK_MODULES", ("needle", "passwords"))
+    module_of("keepset.lab.tasks.passwords", "   ", tmp_path, monkeypatch)
+    monkeypatch.setattr("keepset.lab.tasks.find.TASK_MODULES", ("needle", "passwords"))
     (task,) = find(["passwords"], TaskSettings())
     first, second = task.examples(embedded[1], limit=2, seed=1)
     assert task.examples(embedded[1], limit=1, seed=1) == [first] != task.examples(embedded[1], limit=1)
@@ -189,5 +190,5 @@ def test_the_benchmark_is_found_made_and_judged(embedded: Any, tmp_path: Path, m
 
 def test_who_adds_a_benchmark_reads_less_than_150_lines() -> None:
     guide = GUIDE[GUIDE.index("## Add a benchmark") : GUIDE.index("## Add a command")]
-    files = [(ROOT / "keepset/bench/tasks" / name).read_text(encoding="utf-8") for name in ("task.py", "__init__.py")]
+    files = [(ROOT / "keepset/lab/tasks" / name).read_text(encoding="utf-8") for name in ("task.py", "__init__.py")]
     assert sum(text.count("\n") for text in (guide, *files)) < 150

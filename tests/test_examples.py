@@ -18,7 +18,7 @@ import pytest
 
 from keepset import models, registry
 from tests import tiers
-from tests.cli.conftest import tiny_model
+from tests.lab.cli.conftest import tiny_model
 from tests.vllm.processes import SPARING
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

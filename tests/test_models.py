@@ -28,11 +28,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from keepset import embedded as embedded_model
 from keepset import models
 from keepset.core import statistics
 from keepset.errors import KeepsetError
-from keepset.offline.calibrate import corpus
+from keepset.lab import embedded as embedded_model
+from keepset.lab.calibrate import corpus
 
 Embedded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -320,7 +320,7 @@ def test_not_a_causal_model(config: LlamaConfig, tmp_path: Path) -> None:
 
 
 def test_importing_models_is_quick() -> None:
-    script = "import sys, keepset.models, keepset.texts; sys.exit('transformers' in sys.modules)"
+    script = "import sys, keepset.models, keepset.lab.texts; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -347,7 +347,7 @@ def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
 
 def test_gates_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> None:
     config = embedded[0].config
-    path = Path(models.__file__).parent / "offline" / "calibrate" / "embedded_gates.json"
+    path = Path(models.__file__).parent / "lab" / "calibrate" / "embedded_gates.json"
     found = json.loads(path.read_text("utf-8"))
     gates = torch.tensor(found["retrieval"])
     assert gates.shape == (config.num_hidden_layers, config.num_key_value_heads)
@@ -356,7 +356,7 @@ def test_gates_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> Non
 
 def test_networks_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> None:
     config = embedded[0].config
-    networks = load_file(Path(models.__file__).parent / "offline" / "calibrate" / "embedded_networks.safetensors")
+    networks = load_file(Path(models.__file__).parent / "lab" / "calibrate" / "embedded_networks.safetensors")
     heads, inputs = config.num_key_value_heads, 2 * config.head_dim + 2
     assert {name.partition(".")[0] for name in networks} == {str(index) for index in range(config.num_hidden_layers)}
     for index in range(config.num_hidden_layers):

@@ -1,4 +1,4 @@
-"""What README and the guide show in Python runs as printed; `tests/cli/test_documents.py` has the commands."""
+"""What README and the guide show in Python runs as printed; `tests/lab/cli/test_documents.py` has the commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from keepset import models
 from tests import tiers
-from tests.cli.conftest import tiny_model
+from tests.lab.cli.conftest import tiny_model
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,7 +6,7 @@ from serve import serve
 
 import keepset
 from keepset.core.statistics import Statistics
-from keepset.embedded import embedded_folder
+from keepset.lab.embedded import embedded_folder
 
 
 class Keepset(Side):

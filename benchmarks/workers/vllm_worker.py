@@ -17,9 +17,8 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
 
-    from keepset.embedded import embedded_folder
+    from keepset.lab.embedded import embedded_folder, name_statistics
     from keepset.recipe import Recipe
-    from keepset.serving.command import name_statistics
     from keepset.vllm import engine_args, stats
 
     recipe, blocks = case["recipe"] and Recipe.parse(case["recipe"]), case["blocks"]

@@ -5,14 +5,10 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from keepset import embedded
 from keepset.contexts import file as context_files
-from keepset.core.features.runtime_features import ModelStatistics
-from keepset.core.method import Method
 from keepset.defaults import ANSWERED_AT_ONCE, Default, default_recipe
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
@@ -37,26 +33,19 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, list(words)
 
 
-def folder(model: str | None) -> str:
-    """Return the embedded model's folder for None or its name, and any other name unchanged."""
-    if model is None or (model == embedded.EMBEDDED and not Path(model).is_dir()):
-        return str(embedded.embedded_folder())
-    return model
-
-
-def default_for(model: str | None, options: Sequence[str]) -> Default:
+def default_for(model: str, called: str, options: Sequence[str]) -> Default:
     """Return the recipe of a server if none is named: the other commands' default, without steps that it cannot serve.
 
     Args:
-        model: as for `command`.
+        model: a folder or a hub name.
+        called: the user's name for it.
         options: vLLM's options.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
     """
-    place = folder(model)
-    recipe, why = default_recipe(place, model or embedded.EMBEDDED, ANSWERED_AT_ONCE)
-    config = _text_config(place)
+    recipe, why = default_recipe(model, called, ANSWERED_AT_ONCE)
+    config = _text_config(model)
     limits = EngineLimits(
         several_gpus=any(option(options, name) not in (None, "1") for name in _GPUS),
         drafts=any(has_option(options, name) for name in _DRAFTS),
@@ -71,55 +60,34 @@ def default_for(model: str | None, options: Sequence[str]) -> Default:
     return Default(served, why)
 
 
-def _text_config(place: str) -> dict[str, Any]:
+def _text_config(model: str) -> dict[str, Any]:
     """Return the configuration of a model's text part; empty if transformers finds no model there."""
-    if not (Path(place) / "config.json").is_file():
+    if not (Path(model) / "config.json").is_file():
         return {}
     from transformers import AutoConfig  # takes a second to load
 
     with suppress(OSError, ValueError, KeyError):
-        config: dict[str, Any] = AutoConfig.from_pretrained(place).get_text_config().to_dict()
+        config: dict[str, Any] = AutoConfig.from_pretrained(model).get_text_config().to_dict()
         return config
     return {}
 
 
-def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:
-    """Return a recipe that names the file of the embedded model's statistics, if the recipe needs them with this model.
-
-    vLLM's processes know only statistics that a recipe names.
-    """
-    if recipe is None or folder(model) == model:
-        return recipe
-    if all(measured.file for measured in recipe.method.traits.needs.of(ModelStatistics)):
-        return recipe
-    return replace(recipe, written=_with_statistics(recipe.written, str(embedded.embedded_statistics())))
-
-
-def _with_statistics(method: Method, file: str) -> Method:
-    """Return a method whose parameter `stats`, also in methods inside it, names the file if it names none."""
-    changes: dict[str, Any] = {}
-    for field in fields(method):
-        value = getattr(method, field.name)
-        if isinstance(value, Method):
-            changes[field.name] = _with_statistics(value, file)
-        elif field.name == "stats" and not value:
-            changes[field.name] = file
-    return replace(method, **changes)
-
-
 def command(
-    model: str | None,
+    model: str,
     recipe: Recipe | None,
     options: Sequence[str],
+    *,
+    served_name: str | None = None,
     contexts: Path | None = None,
     save_bytes: int = 0,
 ) -> list[str]:
     """Return the words that start a server.
 
     Args:
-        model: a folder or a hub name; None for the embedded model.
+        model: a folder or a hub name.
         recipe: the recipe of every request; None for plain vLLM.
         options: further options of `vllm serve`. Without a host among them the server listens on 127.0.0.1.
+        served_name: the name by which requests name the model, if the options do not give one; None for `model`.
         contexts: the folder of saved contexts; None if there is none.
         save_bytes: bytes that each owner's requests may save in that folder.
 
@@ -132,14 +100,13 @@ def command(
     args: dict[str, Any] = {"additional_config": additional} if additional else {}
     with_keepset = recipe is not None or contexts is not None
     if with_keepset:
-        args = engine_args(name_statistics(recipe, model), contexts=contexts, save_bytes=save_bytes)
+        args = engine_args(recipe, contexts=contexts, save_bytes=save_bytes)
         args["additional_config"] = additional | args["additional_config"] | {SIGNED: True}
     if has_option(rest, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")
-    place = folder(model)
-    words = _program(place)
-    if place != model and not has_option(rest, "--served-model-name"):
-        words += ["--served-model-name", embedded.EMBEDDED]
+    words = _program(model)
+    if served_name is not None and not has_option(rest, "--served-model-name"):
+        words += ["--served-model-name", served_name]
     words += as_words(args)
     if with_keepset:
         words += ["--middleware", _MIDDLEWARE]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset import texts
 from keepset.allocators.match import Match
-from keepset.bench.compare.comparison import kl, mean
 from keepset.core.features.queries import PaddedQueries, Reference, ReferenceQueries
 from keepset.core.observation import BIAS
 from keepset.hf.prompt_session import PromptSession
+from keepset.lab import texts
+from keepset.lab.compare.comparison import kl, mean
 from tests.hf.models import check_copies, generate, left_padded, prompt, recipe, same_keep_set, tiny
 from tests.methods.naive import Shape, every_shape, observe
 

@@ -25,8 +25,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 import keepset
 from keepset.core.method import Allocator
 from keepset.core.statistics import Statistics, offer, save
-from keepset.offline.calibrate.corpus import Corpus
-from keepset.offline.calibrate.measure import measure
+from keepset.lab.calibrate.corpus import Corpus
+from keepset.lab.calibrate.measure import measure
 from tests.methods.naive import SMALL, random_predictor
 from tests.on_gpu import GPU
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeli
 
 import keepset
 from keepset.core.features.runtime_features import Perplexity
-from tests.cli.conftest import tiny_model
 from tests.hf.looking import looking
 from tests.hf.models import (
     LAYOUTS,
@@ -34,6 +33,7 @@ from tests.hf.models import (
     same_keep_set,
     tiny,
 )
+from tests.lab.cli.conftest import tiny_model
 
 LENGTH = 40
 ADAKV = LAYOUTS["head-ragged"].format(keep=12)

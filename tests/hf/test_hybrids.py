@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 import keepset
 from keepset import Recipe
-from keepset.bench.memory import dynamic_nbytes, growing_nbytes
 from keepset.hf.prompt_session import PromptSession
+from keepset.lab.memory import dynamic_nbytes, growing_nbytes
 from tests.hf.contract.builds import build
 from tests.hf.damage import File
 from tests.hf.models import HYBRIDS, full, generate, oracle_gap, padded_prompt, prompt, refusal, tiny

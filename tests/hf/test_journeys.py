@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import keepset
-from keepset.bench.candidate import candidates
-from keepset.bench.sweep.runner import Runner
-from keepset.bench.tasks.task import Example, Question
+from keepset.lab.candidate import candidates
+from keepset.lab.sweep.runner import Runner
+from keepset.lab.tasks.task import Example, Question
 from tests import tiers
-from tests.bench.sweep.asked import Exact, letters
 from tests.hf.models import prompt, tiny
+from tests.lab.sweep.asked import Exact, letters
 
 EVERY, WINDOW = 24, 8
 # A check of types is itself called.

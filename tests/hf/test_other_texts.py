@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import pipeline
 
 import keepset
-from tests.cli.conftest import tiny_model
 from tests.hf.models import full, generate, padded_prompt, prompt, refusal, tiny
+from tests.lab.cli.conftest import tiny_model
 from tests.tiers import TYPECHECK
 
 LENGTH = 30

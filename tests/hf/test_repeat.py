@@ -15,11 +15,11 @@ from transformers import AutoTokenizer
 
 import keepset
 from keepset import Observation
-from keepset.embedded import embedded_folder
 from keepset.hf.second_pass import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from keepset.kernels.softmax import Softmax
+from keepset.lab.embedded import embedded_folder
 from tests.hf.models import PLAIN, generate, left_padded, padded_or_not, prompt, refusal, tiny, tokenizer
 from tests.methods.naive import softmax
 

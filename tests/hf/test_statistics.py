@@ -13,8 +13,8 @@ from torch import Tensor
 
 import keepset
 from keepset.core.statistics import load, save
-from keepset.offline.calibrate.corpus import Corpus
-from keepset.offline.calibrate.measure import measure
+from keepset.lab.calibrate.corpus import Corpus
+from keepset.lab.calibrate.measure import measure
 from keepset.serving.start_checks import check_recipe
 from tests.hf.models import prompt, same_keep_set, statistics, tiny
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from keepset import embedded
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
-from keepset.serving.command import command, default_for, has_option, name_statistics, split
+from keepset.serving.command import command, default_for, has_option, split
 from keepset.serving.start_checks import block_size_hint, check_installed
 from keepset.vllm.recipe_support import objections
 
@@ -22,10 +21,8 @@ RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(embedded, "embedded_folder", lambda: tmp_path)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
-    return tmp_path
 
 
 def additional(words: list[str]) -> Any:
@@ -63,19 +60,6 @@ def test_vllm_is_told_what_a_recipe_needs(recipe: str, needed: list[str]) -> Non
     assert words[-1] == "--kv-cache-dtype=fp8"  # which the engine refuses in a sentence
 
 
-def test_the_embedded_models_statistics_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    """vLLM's processes know no others; of another model, or under a name of their own, they stay as they are."""
-    file = tmp_path / "statistics.safetensors"
-    monkeypatch.setattr(embedded, "embedded_statistics", lambda: file)
-    recipe = Recipe.parse("match(pool(distilled), keep=0.25)")
-    named = Recipe.parse(f"match(pool(distilled(stats={str(file)!r})), keep=0.25)")
-    assert name_statistics(recipe, None) == named == name_statistics(named, None)
-    assert name_statistics(recipe, "a/model") == recipe and name_statistics(RECIPE, None) == RECIPE
-    assert additional(command(None, recipe, []))["keepset"] == str(named)
-
-
 @pytest.mark.parametrize(
     ("options", "model_type", "recipe", "missing"),
     [
@@ -100,7 +84,7 @@ def test_without_a_recipe_a_server_has_the_default_less_what_it_cannot_serve(
     options: list[str], model_type: str, recipe: str, missing: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    taken, why = default_for(str(tmp_path), options)
+    taken, why = default_for(str(tmp_path), "mine", options)
     assert str(taken) == recipe
     assert why.startswith(f"No recipe is named, so the default is taken: {ANSWERED_AT_ONCE}, because there are no")
     ending = f" This server cannot serve {missing} and takes {recipe}." if missing else "names them."
@@ -125,12 +109,10 @@ def test_contexts_are_a_folder_that_may_be_saved_to(tmp_path: Path) -> None:
     assert additional(command("a/model", RECIPE, [], contexts=tmp_path, save_bytes=9)) == both
 
 
-@pytest.mark.parametrize("model", [None, "SmolLM2-135M-Instruct"])
-def test_the_embedded_model_is_served_under_its_name(model: str | None, folder: Path) -> None:
-    words = command(model, None, [])
-    assert words[5:8] == [str(folder), "--served-model-name", "SmolLM2-135M-Instruct"]
-    words = command(model, None, ["--served_model_name=mine"])
-    assert words[5:] == [str(folder), "--host", "127.0.0.1", "--served_model_name=mine"]
+def test_a_model_is_served_under_the_name_that_it_is_given() -> None:
+    assert command("a/model", None, [], served_name="mine")[5:8] == ["a/model", "--served-model-name", "mine"]
+    words = command("a/model", None, ["--served_model_name=theirs"], served_name="mine")
+    assert words[5:] == ["a/model", "--host", "127.0.0.1", "--served_model_name=theirs"]
 
 
 def test_builds_of_another_name_start_without_the_vllm_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from keepset.embedded import embedded_folder
+from keepset.lab.embedded import embedded_folder
 from keepset.recipe import Recipe
 from tests.paged.methods import registered
 from tests.vllm import processes

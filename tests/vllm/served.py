@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from keepset.embedded import embedded_folder
+from keepset.lab.embedded import embedded_folder
 from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.server import ServerProcess, free_port

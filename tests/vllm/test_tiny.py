@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from keepset import texts
 from keepset.core.statistics import save
-from keepset.offline.calibrate.corpus import Corpus
-from keepset.offline.calibrate.measure import measure
+from keepset.lab import texts
+from keepset.lab.calibrate.corpus import Corpus
+from keepset.lab.calibrate.measure import measure
 from tests.methods.naive import random_predictor
 from tests.tiers import FULL
 from tests.vllm.compared import CHUNKED, IDS, Embedded, answers_of, check_oracle, check_transformers, full, result

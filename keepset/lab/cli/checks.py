@@ -1,0 +1,190 @@
+"""Checks and parsers of options that several commands share; each raises `KeepsetError`."""
+
+from __future__ import annotations
+
+import ast
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keepset.core.files import check_replaceable
+from keepset.errors import BudgetError, KeepsetError
+from keepset.lab.cli.console import note
+from keepset.lab.cli.options import STANDARD_OUTPUT
+from keepset.models import context_length
+
+if TYPE_CHECKING:
+    from keepset.core.budget import Budget
+    from keepset.recipe import Recipe
+
+_FEW = 64
+"""Entries per head below which a budget is noted, because it may be meant as a percentage."""
+
+
+def check_text(name: str, text: str | None) -> None:
+    """Refuse a text of the user that is blank or not UTF-8."""
+    if text is None:
+        return
+    if not text.strip():
+        raise KeepsetError(f"{name} is empty: write some text.")
+    if any(unicodedata.category(c) == "Cs" for c in text):
+        raise KeepsetError(f"{name} is not UTF-8: write it as UTF-8 text.")
+
+
+def check_whole(limit: int, **options: tuple[int, int]) -> None:
+    """Refuse options whose value is below its least value, or not below the limit; each is (value, least value)."""
+    for name, (value, least) in options.items():
+        if not least <= value < limit:
+            raise KeepsetError(
+                f"--{name.replace('_', '-')} {value} is out of range: use a whole number from {least} to {limit - 1}."
+            )
+
+
+def check_least(least: int, **options: int | None) -> None:
+    """Refuse options that are given and below their least value."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise KeepsetError(f"--{name.replace('_', '-')} {value} is out of range: use an integer from {least}.")
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse output files that could not be written.
+
+    Raises:
+        KeepsetError: the folder of one does not exist, or what is there is no regular file.
+    """
+    for path in paths:
+        if path is None or path == STANDARD_OUTPUT:
+            continue
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            raise KeepsetError(f"{str(path)!r} cannot be written: give a file in a folder that exists.")
+        check_replaceable(path)
+
+
+def check_tensor_file(out: Path, force: bool) -> None:
+    """Refuse a file of tensors that cannot be written, or should not be."""
+    if out.is_dir() or not out.parent.is_dir():
+        raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
+    if (out.parent / "config.json").exists():
+        raise KeepsetError(
+            f"--out {str(out)!r} is in a model's folder, where every .safetensors is taken for weights: name another."
+        )
+    check_replaceable(out)
+    if out.exists() and not force:
+        raise KeepsetError(f"{str(out)!r} exists: name another file with --out, or replace it with --force.")
+
+
+def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
+    """Refuse recipes whose statistics or tables cannot be read, or are another model's; None is the full cache."""
+    from keepset.core.features.runtime_features import ModelStatistics, ModelTables
+    from keepset.hf.cache import Cache
+
+    for recipe in recipes:
+        if recipe is not None and any(
+            isinstance(need, ModelStatistics | ModelTables) for need in recipe.method.traits.needs
+        ):
+            Cache(model, recipe).stop_watching()
+
+
+def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
+    """Return the default recipe (see `defaults`), `otherwise` for a model without networks; note which it is and why.
+
+    Raises:
+        KeepsetError: the model's statistics cannot be read.
+    """
+    from keepset import defaults
+
+    recipe, why = defaults.default_recipe(model.config.name_or_path or "", called, otherwise)
+    note(why)
+    return recipe
+
+
+def note_short(length: int, kept: float) -> None:
+    """Note that a prompt of so many tokens is short, if a recipe kept only a share of its entries."""
+    from keepset.defaults import SHORT
+
+    if kept < 1 and length < SHORT:
+        note(f"A prompt of {length} tokens is short (minimum {SHORT}): the entries that were dropped will be missed.")
+
+
+def offered_recipes(model: Any) -> list[Recipe]:
+    """Return the recipes to choose from, without budgets: every default for a model, then `defaults.COMPARED`.
+
+    Raises:
+        KeepsetError: the model's statistics cannot be read.
+    """
+    from keepset import defaults
+    from keepset.recipe import Recipe
+
+    own = defaults.default_methods(model.config.name_or_path or "")
+    return list(dict.fromkeys([*own, *Recipe.parse_list(", ".join(defaults.COMPARED))]))
+
+
+def check_fits_context(model: Any, length: int, new: int = 0) -> None:
+    """Refuse more tokens than the model's context takes."""
+    longest = context_length(model)
+    if longest is not None and length + new > longest:
+        more, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")
+        raise KeepsetError(
+            f"{length} tokens of prompt{more} do not fit the model's context of {longest}: give a shorter text{advice}."
+        )
+
+
+def check_length(model: Any, option: str, length: int) -> None:
+    """Refuse an option of more tokens than the model's context takes."""
+    longest = context_length(model)
+    if longest is not None and length > longest:
+        raise KeepsetError(f"{option} {length} is more than the model's context of {longest}: use {longest} or less.")
+
+
+def parse_budgets(text: str) -> list[Budget]:
+    """Return the budgets of a list such as `0.25, 512`: shares of bytes, or entries per head.
+
+    Raises:
+        BudgetError: one is no number, or out of range.
+    """
+    from keepset.core.budget import Budget
+
+    allowed = "use a share of a full 16-bit cache's bytes such as 0.25, or entries per head such as 512"
+    budgets: list[Budget] = []
+    for part in text.split(","):
+        try:
+            value = ast.literal_eval(part.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            guess = _guess(part.strip())
+            ending = f"; did you mean {guess}? {allowed[0].upper()}{allowed[1:]}." if guess else f": {allowed}."
+            raise BudgetError(f"The budget {part.strip()!r} is not a number{ending}")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise BudgetError(f"The budget {part.strip()} is too large a number: {allowed}.")
+        budgets.append(Budget(value) if isinstance(value, int) else Budget(bytes=value))
+    return budgets
+
+
+def note_few_entries(budgets: Iterable[Budget]) -> None:
+    """Say what a small whole number means, since a percentage may be meant."""
+    for number in [budget.keep for budget in budgets if isinstance(budget.keep, int) and budget.keep < _FEW]:
+        entries = "one entry" if number == 1 else f"{number} entries"
+        percent = "all bytes are 1.0" if number == 1 else f"{number} % of the bytes are {number / 100:g}"
+        note(f"The budget {number} is {entries} of every head; {percent}.")
+
+
+def _guess(text: str) -> str:
+    """Return the share that a percentage stands for; "" for another text."""
+    number = text.removesuffix("%").strip()
+    is_percent = text.endswith("%") and number.isascii() and number.replace(".", "", 1).isdigit()
+    return f"{float(number) / 100:g}" if is_percent and 0 < float(number) <= 100 else ""
+
+
+def parse_whole(text: str, option: str) -> list[int]:
+    """Return whole numbers from a list, each once.
+
+    Raises:
+        KeepsetError: the text is no such list.
+    """
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None

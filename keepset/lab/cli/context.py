@@ -1,0 +1,157 @@
+"""`keepset context`: compress a text once, ask about it many times."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from keepset.defaults import ASKED_LATER, NETWORKS
+from keepset.errors import KeepsetError
+from keepset.lab.cli.checks import check_fits_context, check_tensor_file, check_text, default_recipe, note_short
+from keepset.lab.cli.console import counted, load, megabytes, note, progress, say
+from keepset.lab.cli.options import (
+    Device,
+    Dtype,
+    Force,
+    Images,
+    OutputTokens,
+    SamplingSeed,
+    Temperature,
+    group,
+    takes_model,
+)
+from keepset.lab.cli.recipe_notes import say_always
+from keepset.lab.cli.streaming import Sampling, generate_streamed
+from keepset.lab.embedded import EMBEDDED, Source
+from keepset.lab.images import Pictured, read_images
+from keepset.lab.texts import chat_parts, encode, read
+from keepset.models import load_processor
+
+context = group("context", "Compress a text once and ask about it many times.")
+
+
+@context.command()
+@takes_model
+def build(
+    model: Source,
+    text: Annotated[Path, Option(help="A UTF-8 text file.")],
+    out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
+    recipe: Annotated[
+        str | None,
+        Option(help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ASKED_LATER}]"),
+    ] = None,
+    image: Images = None,
+    force: Force = False,
+) -> None:
+    """Compress a text, and images before it, into a file.
+
+    A model runs over the text, and its cache is compressed. The text is put where keepset generate --text puts it: in a
+    user's message, before the question. With keepset serve --contexts any number of requests share the file, unless it
+    has images. keepset context ask takes files with images, too.
+    """
+    from keepset.recipe import Recipe
+
+    given = None if recipe is None else Recipe.parse(recipe).require_budget()
+    check_tensor_file(out, force)
+    content, images = read(text), read_images(image)
+
+    import torch
+
+    from keepset.hf.cache import Cache
+    from keepset.hf.model_support import check_logits
+
+    loaded, tokenizer = load(model)
+    prompt = _prompt(loaded, tokenizer, content, images)
+    ids = prompt.pop("input_ids")
+    check_fits_context(loaded, ids.shape[1])
+    parsed = default_recipe(loaded, model.called, ASKED_LATER) if given is None else given
+    cache = Cache(loaded, parsed)
+    start = time.perf_counter()
+    with torch.no_grad(), _layers_shown(loaded):
+        check_logits(loaded(ids, **prompt, past_key_values=cache, logits_to_keep=1).logits)
+    seconds = time.perf_counter() - start
+    # An absolute folder is found again from wherever the question is asked.
+    name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
+    cache.save(out, force=force, model_name=name, **({} if images else _frame(tokenizer, ids[0].tolist())))
+    kept = "nothing dropped yet"
+    if cache.events:
+        event, keep_set = cache.events[-1], cache.keep_set
+        note_short(ids.shape[1], event.kept / event.entries)
+        left = event.nbytes_before if keep_set is None else keep_set.nbytes
+        share = f"{cache.share:.1%} of a full 16-bit cache's"
+        kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after ({share})"
+    say(
+        f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
+        f"the file has {megabytes(out.stat().st_size)}",
+    )
+    say_always(parsed, loaded, ids.shape[1])
+
+
+def _prompt(model: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
+    """Return what a model takes for a message up to the end of a text, with images before it."""
+    if images:
+        return Pictured(model, load_processor(model), images).prompt(text)
+    prompt, _ = chat_parts(tokenizer, text, "")
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
+    return {"input_ids": ids.to(model.device)}
+
+
+def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:
+    """Return what a server has to know of a text's tokens to find the text at the beginning of a message."""
+    opening = encode(tokenizer, chat_parts(tokenizer, "", "")[0])
+    if not tokenizer.chat_template or tokens[: len(opening)] != opening:
+        return {"token_ids": tokens}
+    between, word = chat_parts(tokenizer, "", "A")[1].split("A")[0], encode(tokenizer, "A")
+    return {"token_ids": tokens, "opening": len(opening), "joint": encode(tokenizer, f"{between}A")[: -len(word)]}
+
+
+@context.command()
+def ask(
+    file: Annotated[Path, Argument(metavar="FILE", help="A file that keepset context build has written.")],
+    question: Annotated[str, Argument(metavar="QUESTION", help="What to ask about the text.")],
+    model: Annotated[str | None, Option(help="Where the model is, if not where the file says.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    output_tokens: OutputTokens = 200,
+    temperature: Temperature = 0.0,
+    seed: SamplingSeed = 0,
+) -> None:
+    """Answer a question about a compressed text.
+
+    The file is not changed.
+    """
+    check_text("The question", question)
+    sampling = Sampling(output_tokens, temperature, seed)
+
+    from keepset.contexts import file as context_files
+    from keepset.hf.cache import Cache
+
+    header = context_files.header(file)
+    name = header.model if model is None else model
+    if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).is_dir():
+        raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: give its place with --model.")
+    loaded, tokenizer = load(Source(None if name == EMBEDDED else name, device, dtype))
+    _, rest = chat_parts(tokenizer, "", question)
+    ids = tokenizer(rest, add_special_tokens=False, return_tensors="pt")["input_ids"].to(loaded.device)
+    check_fits_context(loaded, header.tokens + ids.shape[1], sampling.tokens)
+    inputs = Cache.load(file, loaded).ask(ids)
+    cache = inputs.pop("past_key_values")
+    _, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
+    note(f"{header.recipe}: {header.tokens} tokens of context, {ids.shape[1]} of question; {summary}")
+
+
+@contextmanager
+def _layers_shown(model: Any) -> Iterator[None]:
+    """Show how many layers a forward has come through, within the block."""
+    layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    with progress() as bar:
+        advance = counted(bar, "layers", len(layers))
+        handles = [layer.register_forward_hook(lambda *_: advance()) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -1,0 +1,210 @@
+"""`keepset eval`: benchmark tasks under recipes and budgets, beside the full cache and baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Exit, Option
+
+from keepset.errors import BudgetError, KeepsetError
+from keepset.lab.cli.checks import check_least, check_writable, note_few_entries, parse_budgets, parse_whole
+from keepset.lab.cli.console import note, output, status
+from keepset.lab.cli.options import Json, Recipes, Temperature, takes_model
+from keepset.lab.cli.results import print_summary
+from keepset.lab.cli.streaming import Sampling
+from keepset.lab.cli.sweep import Asking, check_ray, say_lost, sweep_grid
+from keepset.lab.embedded import Source
+from keepset.lab.sweep.prompts import Mode
+
+if TYPE_CHECKING:
+    from keepset.core.budget import Budget
+    from keepset.lab.candidate import Candidate
+    from keepset.lab.sweep.sweep import Cost
+    from keepset.lab.tasks.task import Task
+
+RECIPES = "snapkv, adakv(expected_attention), kvzip"
+BUDGETS = "0.5,0.25"
+DECODING = "snapkv, r_kv, ams(tova)"
+DECODING_BUDGETS = "256,128"
+_EVERY = 64
+_GENERATED = 10
+"""The examples of generated tasks if no limit is given: one at each depth of a needle."""
+_LONG = 20_000
+"""The tokens of a sweep from which on their number is said first."""
+
+
+@takes_model
+def evaluate(
+    model: Source,
+    tasks: Annotated[
+        list[str],
+        Argument(
+            metavar="TASKS",
+            help="Separated by commas: needle, ruler, longbench, longbench2, or one of their tasks, gsm8k, math500, "
+            "aime24, aime25, or any task of lm-evaluation-harness.",
+        ),
+    ],
+    recipes: Recipes = None,
+    budgets: Annotated[
+        str | None,
+        Option(
+            help="For recipes without a budget, separated by commas: shares of a full 16-bit cache's bytes, or entries "
+            "per head as whole numbers; tasks that decode take only whole numbers. "
+            f"[default: {BUDGETS}; for tasks that decode {DECODING_BUDGETS}]"
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        str, Option(help="Lengths of prompts in tokens, separated by commas, for tasks that are made to a length.")
+    ] = "1024",
+    limit: Annotated[
+        int | None,
+        Option(help="Take the first examples of each task. [default: all; of generated tasks ten]"),
+    ] = None,
+    sample: Annotated[
+        str | None,
+        Option(help="Take a random sample of each task's examples, by the seed: a share such as 0.1, or a number."),
+    ] = None,
+    output_tokens: Annotated[
+        int | None, Option(help="The most tokens of an answer, for all tasks. [default: each task's own]")
+    ] = None,
+    seeds: Annotated[str, Option(help="Seeds of generated data and of sampling, separated by commas.")] = "0",
+    mode: Annotated[
+        Mode,
+        Option(
+            help="What is compressed. 'prompt': context and question together. 'agnostic': the context before its "
+            "questions are known. 'task': the context by recipes that take the question (kvcompose, second_pass); "
+            "context and question by others."
+        ),
+    ] = "prompt",
+    no_chat: Annotated[bool, Option("--no-chat", help="Ask without the tokenizer's chat template.")] = False,
+    data: Annotated[Path | None, Option(help="A folder with the tasks' data, in place of the hub.")] = None,
+    temperature: Temperature = 0.0,
+    every: Annotated[
+        int | None,
+        Option(
+            help="The tokens between compressions in tasks that decode, for recipes without every=. 0 compresses the "
+            f"prompt only, and then budgets may be shares. [default: {_EVERY}]"
+        ),
+    ] = None,
+    always: Annotated[
+        str,
+        Option(
+            metavar="SINKS,RECENT",
+            help="How many of the first and of the newest tokens always stay, such as 4,32, unless the recipe says.",
+        ),
+    ] = "0,0",
+    out: Annotated[Path, Option(help="The sweep's file, new or begun before.")] = Path("sweep.sqlite"),
+    no_baselines: Annotated[
+        bool, Option("--no-baselines", help="Leave out random and streaming_llm under the same budgets.")
+    ] = False,
+    ray: Annotated[bool, Option("--ray", help="Measure on the workers of a Ray cluster.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Measure recipes on benchmarks.
+
+    Every recipe runs under every budget on every example, and one prefill of an example serves all. Each figure is
+    written to a file at once. The same command resumes after a stop. Recipes, budgets, tasks and seeds can be added to
+    a file. One process adds to a file at a time; --ray uses many machines.
+    """
+    check_least(1, limit=limit, output_tokens=output_tokens)
+    check_least(0, every=every)
+    if limit is not None and sample is not None:
+        raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
+    numbers, stay = parse_whole(seeds, "seeds"), _stay(always)
+    for seed in numbers:
+        Sampling(1, temperature, seed)
+    check_writable(out, json_file)
+    check_ray(ray)
+
+    from keepset.lab.tasks.find import find
+    from keepset.lab.tasks.task import TaskSettings
+
+    names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
+    lengths = tuple(parse_whole(prompt_tokens, "prompt-tokens"))
+    with status("reading the tasks"):
+        chosen = find(names, TaskSettings(data, lengths))
+
+    from keepset.lab.analysis.summary import summarize
+    from keepset.lab.sweep.sweep import SweepGrid
+
+    if every is not None and not any(task.decodes for task in chosen):
+        raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
+    each = _EVERY if every is None else every
+    given = None if budgets is None else parse_budgets(budgets)
+    note_few_entries(given or [])
+    candidates = {task.name: _candidates(task, recipes, given, each, stay, not no_baselines) for task in chosen}
+    if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
+        limit = _GENERATED
+    grid = SweepGrid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
+    asking = Asking(mode, not no_chat, temperature, output_tokens)
+
+    def foretell(cost: Cost) -> None:
+        if cost.prompt_tokens + cost.answer_tokens >= _LONG:
+            note(str(cost))
+
+    cells, lost = sweep_grid(out, grid, model, asking, ray, foretell)
+    summary = summarize(cells)
+    output(summary.to_json(), json_file, lambda: print_summary(summary))
+    note(f"all figures are in {str(out)!r}: keepset results shows them again")
+    say_lost(lost)
+    if lost or any(row.failed for row in summary.rows):
+        raise Exit(1)
+
+
+def _candidates(
+    task: Task,
+    recipes: str | None,
+    given: Sequence[Budget] | None,
+    every: int,
+    always: tuple[int, int],
+    baselines: bool,
+) -> Sequence[Candidate]:
+    """Return a task's candidates: the full cache, the recipes, and baselines under the same budgets."""
+    from keepset.core.budget import Budget
+    from keepset.lab.candidate import candidates
+    from keepset.recipe import Recipe
+
+    interval = (every or None) if task.decodes else None
+    requested = Recipe.parse_list((DECODING if interval else RECIPES) if recipes is None else recipes)
+    if given is None:
+        given = parse_budgets(DECODING_BUDGETS if interval else BUDGETS)
+    open_ended = [recipe for recipe in requested if not recipe.budget.is_given and recipe.method.traits.needs_budget]
+    of_recipes = [recipe.budget for recipe in requested if recipe.budget.is_given]
+    named = [Budget(budget.keep, bytes=budget.bytes) for budget in of_recipes]
+    if interval:
+        given = [budget for budget in given if isinstance(budget.keep, int)]
+        named = [budget for budget in named if isinstance(budget.keep, int)]
+        if open_ended and not given:
+            raise BudgetError(
+                f"{task.name} is about decoding, where a share of what is left would shrink at every event: give "
+                f"whole numbers too, such as --budgets {DECODING_BUDGETS}, or compress the prompt only with --every 0."
+            )
+    chosen = candidates(requested, given, interval, always)
+    if baselines:
+        random = f"random(protect_prompt=True, every={interval})" if interval else "random"
+        under = [*named, *(given if open_ended or not named else [])]
+        chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)
+    return list({candidate.text: candidate for candidate in chosen}.values())
+
+
+def _stay(text: str) -> tuple[int, int]:
+    """Return the two numbers of `--always`."""
+    counts = [int(part) for part in text.split(",") if part.strip().isdecimal() and len(part.strip()) < 10]
+    if len(counts) != 2 or text.count(",") != 1:
+        raise KeepsetError(
+            f"--always {text!r} is not two numbers of tokens, the first and the newest: write them as 4,32."
+        )
+    return counts[0], counts[1]
+
+
+def _sample(text: str) -> int | float:
+    """Return the number or the share of `--sample`."""
+    try:
+        sample = int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        sample = 0
+    if not (sample >= 1 if isinstance(sample, int) else 0 < sample <= 1):
+        raise KeepsetError(f"--sample {text!r} is neither a share of the examples, such as 0.1, nor how many to take.")
+    return sample

@@ -1,0 +1,162 @@
+"""`keepset bench latency`: time to the first token, tokens per second and memory, by length of the prompt."""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, NamedTuple
+
+from typer import Exit, Option
+
+from keepset.errors import KeepsetError
+from keepset.lab.cli.checks import check_fits_context, check_least, check_measured, check_writable, parse_whole
+from keepset.lab.cli.console import counted, interruptible, load, output, progress, say, show_table
+from keepset.lab.cli.options import Json, takes_model
+from keepset.lab.embedded import Source
+from keepset.lab.report.table import Column, Line, Table, decimals, integer, megabytes
+from keepset.lab.texts import essay, read
+
+_LEAST_ROUNDS = 3
+"""The fewest rounds that allow a conclusion."""
+LatencyRow = dict[str, Any]
+"""A recipe's figures at one length, in the JSON of `keepset bench latency --json`."""
+
+
+@takes_model
+def latency(
+    model: Source,
+    recipes: Annotated[str, Option(help="Recipes with their budgets, separated by commas.")] = (
+        "snapkv(bytes=0.25), adakv(snapkv, bytes=0.25)"
+    ),
+    prompt_tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096",
+    output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,
+    rounds: Annotated[int, Option(help="How often each recipe is measured.")] = 3,
+    text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Measure one request at a time, beside the full cache.
+
+    Recipes and the full cache take turns. Every round generates the same number of tokens from the same prompt,
+    greedily. Ctrl-C shows what is done.
+    """
+    from keepset.recipe import Recipe
+
+    parsed = [recipe.require_budget() for recipe in Recipe.parse_list(recipes)]
+    lengths = sorted(parse_whole(prompt_tokens, "prompt-tokens"))
+    check_least(1, prompt_tokens=lengths[0], output_tokens=output_tokens, rounds=rounds)
+    check_writable(json_file)
+
+    from keepset.lab.corpus import default_texts
+    from keepset.lab.latency import Timing
+    from keepset.lab.latency import latency as measure
+
+    loaded, tokenizer = load(model)
+    check_measured(loaded, parsed)
+    check_fits_context(loaded, lengths[-1], output_tokens)
+    whole = "\n\n".join([essay(), *default_texts()]) if text is None else read(text)
+    ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(loaded.device)
+    if ids.shape[1] < lengths[-1]:
+        raise KeepsetError(f"The text has {ids.shape[1]} tokens, fewer than {lengths[-1]}: give a longer --text.")
+    prompts = [ids[:, :length] for length in lengths]
+    timings: list[Timing] = []
+    with interruptible() as ending, progress() as bar:
+        advance = counted(bar, "generations", len(lengths) * (len(parsed) + 1) * (rounds + 1))
+        for timings in measure(loaded, prompts, parsed, output_tokens, rounds):  # noqa: B007
+            advance()
+    rows = [timing.to_json() for timing in timings if timing.rounds or timing.error]
+    if not rows:
+        raise KeyboardInterrupt
+    result = {
+        "model": model.called,
+        "device": str(loaded.device),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "rounds": rounds,
+        "output_tokens": output_tokens,
+        "rows": rows,
+    }
+    output(result, json_file, lambda: _print(result))
+    ending.say("before the last round")
+    if any(timing.error for timing in timings):
+        raise Exit(1)
+
+
+def _print(result: dict[str, Any]) -> None:
+    """Print the medians of every recipe at every length, and what they show."""
+    say(
+        f"{result['model']} on {result['device']}, {result['dtype']}: {result['output_tokens']} tokens "
+        f"after the prompt, medians of {result['rounds']} rounds."
+    )
+    show_table(table(result["rows"]))
+    if sentence := conclusion(result["rows"]):
+        say(sentence)
+
+
+def table(rows: Sequence[LatencyRow]) -> Table:
+    """Return the medians of every recipe, grouped by the prompt's length."""
+    made = Table(
+        "recipe",
+        [
+            Column("first token", itemgetter("first_seconds"), decimals(2, " s")),
+            Column("tokens/s", itemgetter("tokens_per_second"), decimals(1)),
+            Column("latency", itemgetter("seconds"), decimals(2, " s"), rank=1),
+            Column("KV cache, MB", itemgetter("kv_bytes"), megabytes),
+            Column("peak, MB", itemgetter("peak_bytes"), megabytes, rank=2),
+        ],
+    )
+    for row in rows:
+        tokens, recipe = integer(row["prompt_tokens"]), row["recipe"]
+        if row["error"] is None:
+            made.add(f"{recipe}, {tokens} tokens", row, heading=f"{tokens} tokens of prompt", short=recipe)
+        else:
+            made.lines.append(Line(f"{recipe}, {tokens} tokens", error=row["error"]))
+    return made
+
+
+def conclusion(rows: Sequence[LatencyRow]) -> str:
+    """Return a sentence that compares the fastest recipe after the longest prompt with the full cache.
+
+    The full cache is the first row. Rounds are compared one by one, because recipes and full cache took turns. Recipes
+    whose ranges overlap are a tie, of which the one that holds least is named. The sentence is "" if the full cache or
+    all recipes have no figures, or rounds are missing.
+    """
+    longest = max((row["prompt_tokens"] for row in rows), default=0)
+    known = [row for row in rows if row["prompt_tokens"] == longest and row.get("tokens_per_second") is not None]
+    if len(known) < 2 or known[0]["recipe"] != rows[0]["recipe"]:
+        return ""
+    full, *others = known
+    rounds = len(full["rounds"])
+    if any(len(row["rounds"]) != rounds for row in others):
+        return ""
+    if rounds < _LEAST_ROUNDS:
+        return f"Nothing can be concluded from {rounds} of the {_LEAST_ROUNDS} rounds that a comparison needs."
+    # All generate the same number of tokens.
+    speeds = [_span(row, full, lambda own, others: others["rest_seconds"] / own["rest_seconds"]) for row in others]
+    fastest = max(speeds, key=lambda speed: speed.middle)
+    tied = [at for at, speed in enumerate(speeds) if speed.high >= fastest.low]
+    at = min(tied, key=lambda at: others[at]["kv_bytes"])
+    row, speed = others[at], speeds[at]
+    first = _span(row, full, lambda own, others: own["first_seconds"] / others["first_seconds"])
+    beside = [others[each]["recipe"] for each in tied if each != at]
+    which = f"{row['recipe']}, a tie with {', '.join(beside)}," if beside else row["recipe"]
+    return (
+        f"After {longest:,} tokens {which} makes {speed} the full cache's tokens a second (more is better) and holds "
+        f"{row['kv_bytes'] / full['kv_bytes']:.0%} of its bytes; the first token takes {first} as long (less is "
+        f"better). Ranges are over {rounds} rounds; one that holds 1 is a tie."
+    )
+
+
+class _Span(NamedTuple):
+    """The median, the smallest and the largest ratio of the rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.low:.2f}..{self.high:.2f}) times"
+
+
+def _span(row: LatencyRow, full: LatencyRow, ratio: Callable[[LatencyRow, LatencyRow], float]) -> _Span:
+    """Return a ratio of a recipe's rounds to those of the full cache, one by one."""
+    ratios = [ratio(own, others) for own, others in zip(row["rounds"], full["rounds"], strict=True)]
+    return _Span(median(ratios), min(ratios), max(ratios))

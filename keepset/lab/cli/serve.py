@@ -1,0 +1,92 @@
+"""`keepset serve`: vLLM's server with a recipe."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from keepset.lab.cli.console import note
+from keepset.lab.cli.recipe_notes import say_of_all_prompts
+
+
+def serve(
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="MODEL [VLLM OPTIONS]",
+            help="A folder or a hub name, a small embedded model if none; then options of `vllm serve`.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        Option(
+            help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: as in keepset generate, without what the "
+            "server cannot serve; with --contexts none]"
+        ),
+    ] = None,
+    contexts: Annotated[
+        Path | None, Option(help="A folder with files of keepset context build, which requests can name.")
+    ] = None,
+    save_bytes: Annotated[
+        int, Option(min=0, help="Bytes of contexts that each API key's requests may save in that folder.")
+    ] = 0,
+) -> None:
+    """Serve a model with vLLM and a recipe.
+
+    The server is OpenAI-compatible. It can also serve saved contexts, or only these. This process runs `vllm serve`,
+    which gets every option that is not keepset's own, and ends with it. It listens on 127.0.0.1 unless --host says
+    otherwise. The model comes before vLLM's options. For plain vLLM run `vllm serve` itself.
+    """
+    from keepset.lab.embedded import EMBEDDED, folder_of, name_statistics
+    from keepset.recipe import Recipe
+    from keepset.serving.command import (
+        command,
+        default_for,
+        precision_of,
+        split,
+        supervised,
+        without_secrets,
+    )
+    from keepset.serving.start_checks import (
+        block_size_hint,
+        check_installed,
+        check_model,
+        check_port,
+        check_recipe,
+        compile_hint,
+        limit_cpu_pool,
+    )
+    from keepset.vllm.signing import SIGNING_KEY, new_key
+
+    parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
+    named, options = split(words or [])
+    check_installed()
+    model = folder_of(named)
+    check_model(model)
+    why = None
+    if parsed is None and contexts is None:
+        parsed, why = default_for(model, named or EMBEDDED, options)
+    parsed = name_statistics(parsed, named)
+    check_recipe(parsed, model)
+    if (precision := precision_of(contexts, options)) is not None:
+        options = ["--dtype", precision, *options]
+    served_name = None if model == named else EMBEDDED
+    line = command(model, parsed, options, served_name=served_name, contexts=contexts, save_bytes=save_bytes)
+    check_port(options)
+    of_files = None if precision is None else f"The server computes in {precision}, as its contexts were built."
+    hints = block_size_hint(parsed, options), limit_cpu_pool(options), compile_hint(line)
+    if why is not None:
+        note(why)
+    if parsed is not None:
+        say_of_all_prompts(parsed)
+    for sentence in (shlex.join(without_secrets(line)), of_files, *hints):
+        if sentence is not None:
+            note(sentence)
+    os.environ[SIGNING_KEY] = new_key()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    line = supervised(line, options)
+    os.execvp(line[0], line)

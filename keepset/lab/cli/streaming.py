@@ -1,0 +1,99 @@
+"""Sampling options, and generation that is printed as it comes."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from keepset.errors import KeepsetError
+from keepset.lab.cli.checks import check_least, check_whole
+from keepset.lab.cli.console import beating, megabytes
+from keepset.lab.cli.grid import sanitize
+
+_SHOWN = 50_000
+"""The fewest bytes that show in a figure of megabytes."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many tokens are generated, and how: greedily at temperature 0, else drawn by the seed.
+
+    Raises:
+        KeepsetError: an option is out of range.
+    """
+
+    tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least(1, output_tokens=self.tokens)
+        # Logits that are divided by less overflow.
+        if not (self.temperature == 0 or 0.01 <= self.temperature <= 100):
+            raise KeepsetError(
+                f"--temperature {self.temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
+            )
+        check_whole(2**63, seed=(self.seed, 0))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options for `model.generate`."""
+        options: dict[str, Any] = {"do_sample": self.temperature > 0, "max_new_tokens": self.tokens}
+        return {**options, "temperature": self.temperature} if self.temperature > 0 else options
+
+
+def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampling: Sampling) -> tuple[list[int], str]:
+    """Generate on a cache, and print the text while it is generated."""
+    import torch
+    from transformers import LogitsProcessorList
+
+    from keepset.lab.generation import Checked
+    from keepset.lab.memory import dynamic_nbytes
+
+    streamer = Streamer(tokenizer)
+    torch.manual_seed(sampling.seed)
+    start = time.perf_counter()
+    options = {**sampling.options, "logits_processor": LogitsProcessorList([Checked()])}
+    with torch.no_grad(), beating(lambda: "reading the prompt" if streamer.first is None else ""):
+        model.generate(**inputs, past_key_values=cache, streamer=streamer, **options)
+    stop = time.perf_counter()
+    print(flush=True)
+    nbytes = cache.nbytes if hasattr(cache, "nbytes") else dynamic_nbytes(cache)
+    first, count = streamer.first or stop, len(streamer.ids)
+    speed = (count - 1) / (stop - first) if count > 1 else float("nan")
+    beside = nbytes - cache.nbytes_entries if hasattr(cache, "nbytes_entries") else 0
+    free = f", {megabytes(beside)} of it for tokens to come and the next event" if beside >= _SHOWN else ""
+    return streamer.ids, (
+        f"{megabytes(nbytes)} of KV cache at the end{free}, first token after {first - start:.2f} s, "
+        f"{count} tokens, {speed:.1f} tokens/s"
+    )
+
+
+class Streamer:
+    """Prints text as soon as it can be decoded, without the prompt, which comes first."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_seen, self._printed = False, ""
+        self.ids: list[int] = []
+        self.first: float | None = None
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, then one token after another."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.first = self.first or time.perf_counter()
+        self.ids += value.flatten().tolist()
+        self._print(final=False)
+
+    def end(self) -> None:
+        """Print the rest."""
+        self._print(final=True)
+
+    def _print(self, final: bool) -> None:
+        text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
+        # The last character may be half of one until its next token comes.
+        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return
+        print(sanitize(text[len(self._printed) :]), end="", flush=True)
+        self._printed = text

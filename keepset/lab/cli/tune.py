@@ -1,0 +1,111 @@
+"""`keepset tune`: which recipe suits a text."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from keepset.errors import BudgetError, KeepsetError
+from keepset.lab.cli.checks import check_whole, check_writable, note_few_entries, offered_recipes, parse_budgets
+from keepset.lab.cli.console import interruptible, load, output, progress, say, show_table
+from keepset.lab.cli.options import Json, Recipes, takes_model
+from keepset.lab.embedded import Source
+from keepset.lab.report.table import Column, Line, Table, decimals, megabytes, percent, times, whole_percent
+from keepset.lab.texts import read
+from keepset.models import context_length
+
+_NATS = decimals(4)
+
+
+@takes_model
+def tune(
+    model: Source,
+    text: Annotated[
+        list[Path],
+        Option(metavar="<path>", help="A UTF-8 text file like those that you use; may be given several times."),
+    ],
+    recipes: Recipes = None,
+    budget: Annotated[
+        str, Option(help="A share of a full 16-bit cache's bytes, or entries per KV head (a whole number).")
+    ] = "0.25",
+    seed: Annotated[int, Option(help="Seed of the order of pieces.")] = 0,
+    json_file: Json = None,
+) -> None:
+    """Find the recipe that suits your text.
+
+    Recipes without budgets compete under one budget. The text is cut into pieces. All recipes are measured on a few of
+    them, the better half on twice as many, and so on. What is measured is fidelity to the full cache over the text that
+    follows each piece. Recipes that the intervals over pieces cannot tell apart are tied.
+    """
+    from keepset.recipe import Recipe
+
+    parsed = [] if recipes is None else Recipe.parse_list(recipes)
+    budgets = parse_budgets(budget)
+    note_few_entries(budgets)
+    if len(budgets) > 1:
+        raise BudgetError(f"--budget {budget!r} has several values: give one, under which all recipes are compared.")
+    check_whole(2**63, seed=(seed, 0))
+    for path in text:
+        if [other.resolve() for other in text].count(path.resolve()) > 1:
+            raise KeepsetError(f"{str(path)!r} is given twice: give each text once.")
+    sources = [read(path) for path in text]
+    check_writable(json_file)
+
+    from keepset.lab.tune import Tuner, cut
+
+    tuner: Tuner | None = None
+
+    def show_progress() -> None:
+        assert tuner is not None
+        race = tuner.race
+        description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
+        bar.update(line, description=description, total=race.planned, completed=race.done)
+
+    with interruptible() as ending:
+        loaded, tokenizer = load(model)
+        pieces = cut(tokenizer, sources, longest=context_length(loaded), seed=seed)
+        with progress("checking which recipes the model takes") as bar:
+            tuner = Tuner(loaded, pieces, parsed or offered_recipes(loaded), budgets[0], model.called, show_progress)
+            line = bar.add_task("")
+            show_progress()
+            tuner.run()
+    if tuner is None or not any(entry.figures for entry in tuner.race.entries):
+        raise KeyboardInterrupt
+    result = tuner.to_json()
+    output(result, json_file, lambda: print_result(result))
+    ending.say(f"in round {result['round']} of {result['rounds']}")
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Print the figures of all recipes as a table, and which of them to use."""
+    say(
+        f"{result['model']}, {result['budget']}: {result['pieces']} pieces of {result['tokens']} tokens, "
+        f"{result['continuation_tokens']} after each.",
+    )
+    show_table(table(result))
+    for sentence in result["verdict"]:
+        say(sentence)
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Return the figures of all recipes, the best first, then those that have none."""
+    columns = [
+        Column("pieces", lambda row: row["pieces"], rank=3),
+        Column("MB", lambda row: row["kv_bytes"], megabytes, rank=2),
+        Column("of 16-bit", lambda row: row["share"], percent),
+        Column("KL", lambda row: row["kl"]["mean"], _NATS),
+        Column("95 %", _ends, rank=1),
+        Column("top-1", lambda row: row["top1"], whole_percent),
+        Column("prefill", lambda row: row["prefill_seconds"] / row["prefill_seconds_full"], times, rank=4),
+    ]
+    made = Table("recipe", columns)
+    for row in result["rows"]:
+        style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
+        made.add(row["recipe"], row, style=style)
+    made.lines += [Line(each["recipe"], error=each["reason"]) for each in result["dropped"]]
+    return made
+
+
+def _ends(row: dict[str, Any]) -> str | None:
+    low, high = row["kl"]["low"], row["kl"]["high"]
+    return None if low is None or high is None else f"{_NATS(low)}..{_NATS(high)}"

@@ -1,0 +1,91 @@
+"""`keepset ui`: a playground in the browser."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated, Any
+
+from typer import Option
+
+from keepset.errors import KeepsetError
+from keepset.lab.cli.checks import offered_recipes
+from keepset.lab.cli.console import load, note, say
+from keepset.lab.cli.options import takes_model
+from keepset.lab.cli.recipe_notes import say_networks
+from keepset.lab.embedded import Source
+from keepset.lab.texts import NEEDLE, essay, insert
+from keepset.models import load_processor
+
+_CHARACTERS = 2400
+"""Characters of the essay that the page opens with."""
+
+
+@takes_model
+def ui(
+    model: Source,
+    port: Annotated[int, Option(help="Port on 127.0.0.1; 0 for any free one.")] = 8765,
+) -> None:
+    """Open a playground in the browser.
+
+    A page on this machine shows what a recipe keeps of a text, and of an image before it if the model looks at images,
+    and what the full and the compressed cache answer. One run at a time; Ctrl-C ends it.
+    """
+    if not 0 <= port < 2**16:
+        raise KeepsetError(f"--port {port} is out of range: use a number from 0 to {2**16 - 1}.")
+
+    from keepset.lab.ui.playground import IMAGE_BYTES, Playground
+    from keepset.lab.ui.server import HOST, PlaygroundServer
+
+    loaded, tokenizer = load(model)
+    recipes = [str(recipe) for recipe in offered_recipes(loaded)]
+    processor = _processor(loaded)
+    playground = Playground(loaded, tokenizer, model.name, processor)
+    try:
+        text, question = insert(essay()[:_CHARACTERS], NEEDLE, 0.5), NEEDLE.question
+    except KeepsetError:  # the essays are not installed: the page begins empty
+        text = question = ""
+    methods = [name for name in _methods(loaded) if name not in recipes]
+    facts = {
+        "model": model.called,
+        "text": text,
+        "question": question,
+        "recipes": recipes,
+        "methods": methods,
+        "image": 0 if processor is None else IMAGE_BYTES,
+    }
+    with PlaygroundServer(port, playground, facts) as server:
+        say(f"http://{HOST}:{server.port}")
+        say_networks(loaded, model.called)
+        note("Ctrl-C ends it.")
+        server.serve_forever()
+
+
+def _processor(model: Any) -> Any:
+    """Return what makes a model's inputs of images; None for one that looks at none, or whose processor is missing."""
+    from keepset.hf.images import image_token_ids
+
+    if image_token_ids(model.config):
+        try:
+            return load_processor(model)
+        except KeepsetError as error:  # the playground takes texts all the same
+            note(str(error))
+    return None
+
+
+def _methods(model: Any) -> list[str]:
+    """Return the names of all methods that this model can run by their defaults, without those of allocators."""
+    from keepset.core.method import Allocator
+    from keepset.hf.cache import Cache
+    from keepset.recipe import Recipe
+    from keepset.registry import METHODS
+
+    names = []
+    for name, kind in METHODS.items():
+        if issubclass(kind, Allocator):
+            continue
+        with suppress(KeepsetError):  # such as a method whose networks nobody has made for this model
+            recipe = Recipe.parse(name)
+            recipe = recipe.with_budget(bytes=0.25) if recipe.method.traits.needs_budget else recipe
+            Cache(model, recipe).stop_watching()
+            names.append(name)
+    return names

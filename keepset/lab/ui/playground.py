@@ -1,0 +1,257 @@
+"""`Playground`: reads a text with the full cache and with a compressed one, and asks both the same question."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from keepset.core.budget import Budget
+from keepset.core.keep_set import KeepSet
+from keepset.core.observation import Observation
+from keepset.defaults import SHORT
+from keepset.errors import KeepsetError
+from keepset.hf.cache import Cache
+from keepset.hf.model_support import check_logits
+from keepset.lab.generation import end_tokens
+from keepset.lab.images import Pictured, decode_image, image_chat_parts, image_grids
+from keepset.lab.memory import dynamic_nbytes
+from keepset.lab.texts import chat_parts, token_texts
+from keepset.models import context_length
+from keepset.recipe import Recipe
+
+SendUpdate = Callable[[dict[str, Any]], None]
+"""Sends the next message to the page; an error that it raises ends the run."""
+
+ANSWER = 48
+"""The most tokens of an answer."""
+IMAGE_BYTES = 4 * 2**20
+"""The most bytes of an image's file."""
+_MOST = 4096
+"""The most tokens of a text, whatever the model's limit, so that nobody waits for minutes."""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A request of the page.
+
+    Attributes:
+        text: the text that is read and compressed.
+        question: the question that is asked afterwards; blank for none.
+        recipe: the recipe's text; a recipe without a budget takes `budget`.
+        budget: a share of a full 16-bit cache's bytes, or entries per KV head.
+        image: the bytes of an image's file; empty for none.
+    """
+
+    text: str
+    question: str
+    recipe: str
+    budget: str
+    image: bytes = b""
+
+    @classmethod
+    def of(cls, fields: Any) -> RunRequest:
+        """Return the request of the page's JSON; raise `KeepsetError` if it is not what the page sends."""
+        names = ("text", "question", "recipe", "budget")
+        if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
+            raise KeepsetError(f"A request is a JSON object with the texts {', '.join(names)}.")
+        for name in names:
+            try:
+                fields[name].encode()
+            except UnicodeEncodeError as error:
+                raise KeepsetError(
+                    f"The {name} has half a character (a lone surrogate) at place {error.start + 1}: leave it out."
+                ) from None
+        return cls(*(fields[name] for name in names), image=_image_of(fields.get("image", "")))
+
+    def parsed(self) -> Recipe:
+        """Return the recipe with its budget; raise `KeepsetError` if either is invalid."""
+        recipe = Recipe.parse(self.recipe)
+        text = self.budget.strip()
+        if text and not recipe.budget.is_given:
+            try:
+                number = int(text) if text.isdecimal() else float(text)
+            except ValueError:
+                raise KeepsetError(
+                    f"The budget {text!r} is no number: use a share of bytes such as 0.25, or entries per head."
+                ) from None
+            recipe = recipe.with_budget(keep=number) if isinstance(number, int) else recipe.with_budget(bytes=number)
+        return recipe.require_budget()
+
+
+def _image_of(field: Any) -> bytes:
+    """Return the file of an image that the page sends as base64."""
+    try:
+        content = base64.b64decode(field, validate=True)
+    except (ValueError, TypeError):
+        raise KeepsetError("The image is not a file in base64.") from None
+    if len(content) > IMAGE_BYTES:
+        raise KeepsetError(f"The image has more than {IMAGE_BYTES // 2**20} MB: give a smaller one.")
+    return content
+
+
+class Playground:
+    """A model that reads one text at a time.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        called: the model's name for the lines to copy; None for the embedded model.
+        processor: the processor of images; None for a model that takes no images.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, called: str | None, processor: Any = None
+    ) -> None:
+        self.processor = processor
+        self._model, self._tokenizer, self._called = model, tokenizer, called
+        self._ends = {*end_tokens(model), tokenizer.eos_token_id}
+        longest = context_length(model)
+        self.limit = _MOST if longest is None else min(_MOST, longest - ANSWER)
+
+    @torch.no_grad()
+    def run(self, request: RunRequest, send: SendUpdate) -> None:
+        """Send the messages of a run: the text's tokens, each layer's choice, two answers, figures.
+
+        Raises:
+            KeepsetError: the text is too long, the image is invalid, or the recipe cannot be used.
+        """
+        recipe = request.parsed()
+        if not request.text.strip():
+            raise KeepsetError("There is no text: paste one.")
+        prompt, rest = self._prompt(request)
+        ids, question = prompt["input_ids"], self._encoded(rest)
+        length = ids.shape[1] + question.shape[1]
+        if length > self.limit:
+            raise KeepsetError(f"The text has {length} tokens with its question: give at most {self.limit}.")
+        shading = _Shading(self._model, recipe, ids.shape[1], send)
+        grids = image_grids(self._model, prompt) if request.image else []
+        tokens = token_texts(self._tokenizer, ids[0].tolist())
+        send({"tokens": tokens, "grids": grids, **self._lines(request, recipe)})
+        full = DynamicCache(config=self._model.config)
+        full_seconds = self._read(prompt, full)
+        send({"full": {"bytes": dynamic_nbytes(full), "read": full_seconds}})
+        try:
+            seconds = self._read(prompt, shading.cache)
+        finally:
+            shading.cache.stop_watching()
+        figures = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
+        send({"compressed": figures})
+        if length < SHORT and shading.share < 1:
+            send({"note": f"The prompt has {length} tokens: below {SHORT} dropped entries will be missed."})
+        if request.question.strip():
+            self._ask(question, {"full": full, "compressed": shading.cache}, send)
+        send({"done": True})
+
+    def _prompt(self, request: RunRequest) -> tuple[dict[str, Tensor], str]:
+        """Return the model's inputs for the image and the text, and the words that follow with the question."""
+        if not request.image:
+            context, rest = chat_parts(self._tokenizer, request.text, request.question)
+            return {"input_ids": self._encoded(context)}, rest
+        if self.processor is None:
+            raise KeepsetError("This model does not look at images: leave the image out.")
+        image = decode_image(request.image, "The image")
+        rest = image_chat_parts(self.processor, 1, request.text, request.question)[1]
+        return Pictured(self._model, self.processor, [image]).prompt(request.text), rest
+
+    def _encoded(self, text: str) -> Tensor:
+        tokens = self._tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
+        return tokens["input_ids"].to(self._model.device)
+
+    def _read(self, prompt: dict[str, Tensor], cache: Any) -> float:
+        start = time.perf_counter()
+        check_logits(self._model(**prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+        return time.perf_counter() - start
+
+    def _ask(self, question: Tensor, caches: dict[str, Any], send: SendUpdate) -> None:
+        """Send both answers alternately, token by token, so that a reader sees them side by side."""
+        answers = {side: self._answer(question, cache) for side, cache in caches.items()}
+        while answers:
+            for side in list(answers):
+                part = next(answers[side], None)
+                if part is None:
+                    del answers[side]
+                else:
+                    send({side: part})
+
+    def _answer(self, ids: Tensor, cache: Any) -> Iterator[dict[str, Any]]:
+        new: list[int] = []
+        shown, seconds = "", 0.0
+        while len(new) < ANSWER:
+            start = time.perf_counter()
+            logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            check_logits(logits)
+            ids = logits.argmax(-1, keepdim=True)
+            seconds += time.perf_counter() - start
+            new.append(int(ids))
+            text = str(self._tokenizer.decode(new, skip_special_tokens=True))
+            # The last character may be incomplete until the next token comes.
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield {"text": text[len(shown) :], "answer": seconds, "answered": len(new)}
+                shown = text
+            if new[-1] in self._ends:
+                return
+
+    def _lines(self, request: RunRequest, recipe: Recipe) -> dict[str, str]:
+        """Return the run as a shell command and as Python code, to copy."""
+        model = [] if self._called is None else ["--model", self._called]
+        question = request.question.strip() or "Sum it up."
+        file = "text.safetensors"
+        build = ["keepset", "context", "build", "--text", "text.txt", "--out", file, "--recipe", str(recipe), *model]
+        ask = ["keepset", "context", "ask", file, question]
+        named = "" if self._called is None else repr(self._called)
+        text = f"Path('text.txt').read_text(), {question!r})"
+        reads = ("from keepset.lab.texts import chat_parts",)
+        makes: tuple[str, ...] = (f"context, rest = chat_parts(tokenizer, {text}",)
+        prompt = "tokenizer(context, **options)"
+        if request.image:
+            build += ["--image", "image.png"]
+            reads = ("from keepset.lab.images import encoded, image_chat_parts, read_images",)
+            makes = (
+                "images, processor = read_images([Path('image.png')]), keepset.models.load_processor(model)",
+                f"context, rest = image_chat_parts(processor, 1, {text}",
+            )
+            prompt = "encoded(model, processor, context, images)"
+        python = (
+            "from pathlib import Path",
+            "import keepset",
+            *reads,
+            f"model, tokenizer = keepset.models.load({named})",
+            *makes,
+            "options = {'add_special_tokens': False, 'return_tensors': 'pt'}",
+            f"cache = keepset.Cache(model, {str(recipe)!r})",
+            f"model.generate(**{prompt}, past_key_values=cache, max_new_tokens=1)",
+            "asked = cache.ask(**tokenizer(rest, **options))",
+            f"answer = model.generate(**asked, max_new_tokens={ANSWER}, do_sample=False)",
+            "print(tokenizer.decode(answer[0]))",
+        )
+        return {"command": f"{shlex.join(build)}\n{shlex.join(ask)}", "python": "\n".join(python)}
+
+
+class _Shading:
+    """Sends after every layer the share of heads so far that keep each token."""
+
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, length: int, send: SendUpdate) -> None:
+        self.cache = Cache(model, recipe, observer=self._observe)
+        self._send, self._kept, self._heads, self._layers = send, torch.zeros(length), 0, 0
+
+    @property
+    def share(self) -> float:
+        """The share of all entries that is kept; 1.0 before an event."""
+        return float(self._kept.mean() / self._heads) if self._heads else 1.0
+
+    def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
+        kept = keep_set.layer(observation.layer)
+        mask = kept.mask(len(self._kept))[0].cpu()
+        self._kept += mask.sum(0)
+        self._heads += len(mask)
+        self._layers += 1
+        shares = (self._kept / self._heads).tolist()
+        self._send({"layer": self._layers, "of": len(observation.layers), "shares": [round(x, 3) for x in shares]})

@@ -1,1 +1,0 @@
-"""Measurements of a model that are made once, before it is used."""

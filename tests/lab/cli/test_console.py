@@ -1,0 +1,202 @@
+"""What models and users write reaches the terminal as text, whatever is in it."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from keepset.lab import embedded
+from keepset.lab.cli import console, recipe_notes
+from keepset.lab.cli.compare import print_table
+from keepset.lab.cli.grid import sanitize
+from keepset.lab.cli.streaming import Streamer
+from keepset.lab.compare.comparison import Comparison
+from keepset.lab.record import Record
+from keepset.lab.texts import Needle
+from keepset.recipe import Recipe
+from tests.lab.cli.conftest import Run
+
+CONTROLS = "\x00\x07\x08\x0b\x1b\x7f\x9b\r\u200b\u202e\ufeff\ue000\udcff"
+"""Bell, escape, carriage return, delete, the one-byte CSI, invisible and turning characters, half a pair."""
+EVIL = "\x1b[31m[red]\x07[/red]\x1b]0;title\x07\r[link=x]"
+HARMLESS = "�[31m[red]�[/red]�]0;title��[link=x]"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal without colours is sent."""
+    sent = io.StringIO()
+    shown = Console(file=sent, force_terminal=True, color_system=None, width=200)
+    monkeypatch.setattr(console, "stdout", lambda: shown)
+    return sent
+
+
+def test_sanitized_text_shows_letters_and_no_controls() -> None:
+    assert sanitize("Grüße,\t世界 🙂\n[red]") == "Grüße,\t世界 🙂\n[red]"
+    assert sanitize(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
+    assert sanitize(EVIL) == HARMLESS
+
+
+def test_table_is_text(terminal: io.StringIO) -> None:
+    figures = dict(
+        keep=0.5, kv_bytes=1, kv_bytes_full=2, kl=0.1, nll_delta=0.0, top1=1.0, prefill_seconds=2.0,
+        prefill_seconds_full=1.0, select_seconds=0.1, decode_tokens_per_second=3.0, needle_found=False,
+    )  # fmt: skip
+    full = dict(kv_bytes=2, nll=1.0, prefill_seconds=1.0, decode_tokens_per_second=4.0, answer=EVIL, needle_found=True)
+    rows = [
+        Record(f"a({EVIL})", f"a({EVIL})", figures=figures, replies=[EVIL]),
+        Record(f"b({EVIL})", "b", error=f"No {EVIL}."),
+    ]
+    print_table(Comparison(EVIL, 8, 4, full, Needle("", EVIL, "yes"), rows), f"So it is: {EVIL}.")
+    shown = terminal.getvalue()
+    assert "\x1b" not in shown and "\x07" not in shown and "\r" not in shown
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert lines[0] == f"{HARMLESS}: 8 tokens of prompt, 4 after it."
+    assert f"Asked after compression: {HARMLESS}" in lines
+    assert f"Full cache answers: {HARMLESS}" in lines
+    assert any(line.startswith(f"  a({HARMLESS})") for line in lines)
+    assert f"b({HARMLESS}): No {HARMLESS}." in lines
+    assert f"So it is: {HARMLESS}." in lines
+
+
+ALWAYS = "always keeps the newest 64"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "length", "said"),
+    [
+        ("knorm(keep=0.5, short=256)", 255, "The prompt stays whole: it has 255 tokens, fewer than short=256."),
+        ("snapkv(keep=0.25)", 64, f"The prompt stays whole: it has 64 tokens, and snapkv(keep=0.25) {ALWAYS}."),
+        ("snapkv(keep=0.05)", 700, f"More than the budget stays: snapkv(keep=0.05) {ALWAYS} of 700 tokens (9%)."),
+        ("snapkv(bytes=0.05)", 700, f"More than the budget stays: snapkv(bytes=0.05) {ALWAYS} of 700 tokens (9%)."),
+        ("snapkv(keep=64)", 700, f"Nothing is chosen: snapkv(keep=64) {ALWAYS}, which is the whole budget."),
+        *(
+            (recipe, 700, "")
+            for recipe in ("knorm(keep=0.05)", "snapkv(keep=65)", "snapkv(keep=0.1)", "snapkv(keep=1.0)")
+        ),
+    ],
+)
+def test_what_always_stays_is_said(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, length: int, said: str
+) -> None:
+    notes = list[str]()
+    monkeypatch.setattr(recipe_notes, "note", notes.append)
+    recipe_notes.say_always(Recipe.parse(recipe), tiny[0], length)
+    assert [note.removesuffix(" Give a larger one.") for note in notes] == ([said] if said else [])
+
+
+def test_a_terminal_is_told_at_once_that_something_is_under_way(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything that takes long is imported; scripts are told nothing."""
+    console.unsay_starting.cache_clear()
+    assert run("methods", "snapvk").err.startswith("keepset: There is no method")
+    console.unsay_starting.cache_clear()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run("methods", "snapvk").err.startswith("loading...\r          \rkeepset: There is no method")
+
+
+def test_without_a_terminal_silence_is_broken_by_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a step takes: notes come while it lasts, and none where something else is said."""
+    said = list[str]()
+    monkeypatch.setattr(console, "_SILENT", 0.05)
+    monkeypatch.setattr(console, "note", said.append)
+    shown = Console(file=io.StringIO(), force_terminal=False)
+    monkeypatch.setattr(console, "stderr", lambda: shown)
+
+    def heard(text: str) -> bool:
+        """Wait until a note says this; a machine may be slow."""
+        end = time.monotonic() + 30
+        while not any(line.startswith(text) for line in said) and time.monotonic() < end:
+            time.sleep(0.01)
+        return time.monotonic() < end
+
+    with console.status("loading the model"):
+        assert heard("loading the model (after ")
+    with console.status("outside"), console.progress("getting ready") as bar:
+        assert heard("getting ready (after ")
+        console.counted(bar, "documents", 4)()
+        assert heard("documents: 1 of 4, about ")
+        assert not said[-1].startswith("outside")  # the innermost block knows best
+    shown = Console(file=io.StringIO(), force_terminal=True)
+    with console.status("a terminal shows it"):
+        assert console._beating == []
+
+
+def test_statistics_that_are_measured_first_are_announced_and_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, said = tmp_path / "statistics", list[str]()
+
+    def measure() -> Path:
+        while not said:
+            time.sleep(0.01)
+        path.touch()
+        return path
+
+    monkeypatch.setattr(console, "_SILENT", 0.05)
+    monkeypatch.setattr(console, "note", said.append)
+    shown = Console(file=io.StringIO())
+    monkeypatch.setattr(console, "stderr", lambda: shown)
+    monkeypatch.setattr(embedded, "statistics_path", lambda: path)
+    monkeypatch.setattr(embedded, "embedded_statistics", measure)
+    assert console._measured() == path
+    assert said[0].startswith("measuring the embedded model's statistics (after ") and "took" in said[-1]
+    said.clear()
+    assert console._measured() == path and not said
+
+
+def test_how_far_a_bar_has_come() -> None:
+    """The mean step tells what is left, also where several come at once."""
+    clock = [0.0]
+    with console.progress() as bar:
+        bar.get_time = lambda: clock[0]
+        assert console.how_far(bar) == ""
+        step = console.counted(bar, "documents", 20, 4)
+        assert console.how_far(bar) == "documents: 4 of 20"
+        for seconds in (20.0, 10.0):
+            clock[0] += seconds
+            step()
+        assert console.how_far(bar) == "documents: 6 of 20, about 4 minutes left"
+        step(2)
+        assert console.how_far(bar) == "documents: 8 of 20, about 2 minutes left"
+
+
+def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny[1], "decode", lambda ids, **_: EVIL * len(ids))
+    done = run("generate", "Hello", "--recipe", "tova(keep=4)", "--output-tokens", "3")
+    assert done.code == 0
+    assert done.out == HARMLESS * 3 + "\n" and done.err.startswith("tova(keep=4): kept ")
+    assert "\x1b" not in done.out + done.err
+
+
+def test_characters_are_streamed_whole(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = embedded[1]
+    text = "Grüße, 世界 🙂."
+    streamer = Streamer(tokenizer)
+    streamer.put(tokenizer("Never shown.", return_tensors="pt")["input_ids"])
+    shown = []
+    for token in tokenizer(text, return_tensors="pt")["input_ids"][0]:
+        streamer.put(token[None])
+        shown.append(capsys.readouterr().out)
+    streamer.end()
+    assert "".join(shown) == text
+    assert len([piece for piece in shown if piece]) > 4
+    assert "" in shown  # Where a token is a part of a character.
+    assert capsys.readouterr().out == ""
+
+
+def test_half_a_character_at_the_end_is_shown(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = embedded[1]
+    ids = tokenizer("A🙂", return_tensors="pt")["input_ids"][0]
+    assert len(ids) > 2
+    streamer = Streamer(tokenizer)
+    for part in (ids[None], ids[:1], ids[1:2]):
+        streamer.put(part)
+    streamer.end()
+    assert capsys.readouterr().out == "A�"

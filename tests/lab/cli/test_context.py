@@ -1,0 +1,140 @@
+"""`keepset context`: one text, compressed once, and questions about it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import keepset
+from keepset.lab.cli.grid import sanitize
+from keepset.lab.texts import chat_parts
+from tests.hf.models import generate
+from tests.lab.cli.conftest import Run, check_refused
+
+RECIPE = "adakv(snapkv(window=8), keep=0.5)"
+
+
+@pytest.fixture
+def built(run: Run, tiny: Any, text: Path) -> Path:
+    """A saved context of the text."""
+    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    assert (done.code, done.err) == (0, "")
+    return Path("saved")
+
+
+def parts(tokenizer: Any, text: str, question: str) -> list[torch.Tensor]:
+    """Context and question, each encoded by itself."""
+    said = chat_parts(tokenizer, text, question)
+    return [tokenizer(part, add_special_tokens=False, return_tensors="pt")["input_ids"] for part in said]
+
+
+def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
+    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    assert (done.code, done.err) == (0, "")
+    match = re.fullmatch(
+        r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values before, ([\d.]+) MB after "
+        r"\(([\d.]+)% of a full 16-bit cache's\); "
+        r"the file has ([\d.]+) MB\n",
+        done.out,
+    )
+    assert match and match[2] == RECIPE
+    length = parts(tiny[1], text.read_text(encoding="utf-8"), "")[0].shape[1]
+    assert int(match[1]) == length
+    per_entry = 2 * 2 * 2 * 8 * 4  # layers, KV heads, keys and values, head size, bytes
+    assert (match[3], match[4]) == (f"{length * per_entry / 1e6:.1f}", f"{length // 2 * per_entry / 1e6:.1f}")
+    # On a model of 16 bits an entry has 32 bytes and its position.
+    assert match[5] == f"{100 * (length // 2) * 36 / (length * 32):.1f}"
+    assert float(match[6]) == round(Path("saved").stat().st_size / 1e6, 1)
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["saved", "text"]
+    assert all(not module._forward_hooks for module in tiny[0].modules())
+    words = ("context", "ask", "saved", "Why?", "--output-tokens", "5000")
+    check_refused(run, *words, because="do not fit the model's context of 2048")
+
+
+def test_a_short_text_is_compressed_only_by_a_recipe_that_is_named(run: Run, tiny: Any) -> None:
+    Path("few").write_text("A few words are no text that could spare any of them.")
+    length = parts(tiny[1], Path("few").read_text(), "")[0].shape[1]
+    done = run("context", "build", "--text", "few", "--out", "whole")
+    assert f"The prompt stays whole: it has {length} tokens, fewer than short=256" in done.err and length < 256
+    assert int(keepset.Cache.load("whole", tiny[0]).keep_set.counts.min()) == length
+    done = run("context", "build", "--text", "few", "--out", "less", "--recipe", "knorm(keep=0.5)")
+    assert f"A prompt of {length} tokens is short (minimum 256)" in done.err
+    assert int(keepset.Cache.load("less", tiny[0]).keep_set.counts.max()) == length // 2
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("recipe", ["tova(keep=24, every=4)", RECIPE, "tova(keep=24, prefill=False, every=900)"])
+def test_answers_are_those_of_a_cache_that_was_never_saved(run: Run, tiny: Any, text: Path, recipe: str) -> None:
+    model, tokenizer = tiny
+    assert run("context", "build", "--text", "text", "--out", "saved", "--recipe", recipe).code == 0
+    before = Path("saved").read_bytes()
+    for question in ("What is this about?", "Who wrote it, and when?"):
+        done = run("context", "ask", "saved", question, "--output-tokens", "9")
+        assert done.code == 0
+        context, rest = parts(tokenizer, text.read_text(encoding="utf-8"), question)
+        cache = keepset.Cache(model, recipe)
+        with torch.no_grad():
+            model(context, past_key_values=cache)
+        output = generate(model, torch.cat([context, rest], 1), cache, max_new_tokens=9, eos_token_id=2)
+        new = output.sequences[0, context.shape[1] + rest.shape[1] :]
+        answer, last = done.out.removesuffix("\n"), done.err
+        assert answer == sanitize(tokenizer.decode(new, skip_special_tokens=True))
+        canonical = str(keepset.Recipe.parse(recipe))
+        assert last.startswith(f"{canonical}: {context.shape[1]} tokens of context, {rest.shape[1]} of question; ")
+        assert f" {len(new)} tokens, " in last
+    assert Path("saved").read_bytes() == before
+
+
+def test_a_seed_repeats_a_sample(run: Run, built: Path) -> None:
+    words = ["context", "ask", str(built), "Why?", "--output-tokens", "8", "--temperature", "1"]
+    samples = [run(*words, "--seed", seed).out.rsplit("\n", 2)[0] for seed in ("1", "1", "2")]
+    assert samples[0] == samples[1] != samples[2]
+
+
+@pytest.mark.full
+def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    assert run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE, "--model", "model").code == 0
+    words = ("context", "ask", "saved", "Why?", "--output-tokens", "4")
+    assert run(*words).code == 0
+    folder.rename(tmp_path / "moved")
+    because = f"'saved' is of the model {str(folder)!r}, which is not there: give its place with --model"
+    check_refused(run, *words, because=because)
+    assert run(*words, "--model", "moved").code == 0
+
+
+def test_a_file_is_replaced_only_by_force(run: Run, tiny: Any, text: Path) -> None:
+    Path("saved").write_text("precious", encoding="utf-8")
+    words = ("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    check_refused(run, *words, because="'saved' exists: name another file with --out, or replace it with --force.")
+    assert Path("saved").read_text(encoding="utf-8") == "precious"
+    assert run(*words, "--force").code == 0
+    assert run("context", "ask", "saved", "Why?", "--output-tokens", "2").code == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_what_is_not_written_leaves_nothing(
+    run: Run, tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
+    def half(tensors: Any, name: Path, metadata: Any) -> None:
+        name.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(safetensors.torch, "save_file", half)
+    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    assert done.out == ""
+    if error is KeyboardInterrupt:
+        assert done.code == 130
+    else:
+        assert (done.code, done.err) == (
+            2,
+            "keepset: 'saved' cannot be written (No space left on device): name another file.\n",
+        )
+    assert [path.name for path in Path.cwd().iterdir()] == ["text"]

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepset import models
+from keepset.lab.candidate import Candidate
+from keepset.lab.cli import eval as command
+from keepset.lab.cli.checks import parse_budgets
+from keepset.lab.record import FULL, Record
+from keepset.lab.sweep import runner
+from keepset.lab.sweep.runner import Runner
+from keepset.lab.sweep.store import Store
+from keepset.lab.tasks import find as finding
+from keepset.lab.tasks.task import Example, Task, TaskSettings
+from tests.lab.cli.conftest import Forked, Run, check_refused
+from tests.lab.sweep.sweeping import Counting, cell
+
+NEEDLE = ("eval", "needle", "--prompt-tokens", "256,300", "--limit", "2")
+NEEDLE += ("--recipes", "snapkv(window=8)", "--budgets", "0.5,40")
+WHERE = "all figures are in 'sweep.sqlite': keepset results shows them again\n"
+BASELINES = [f"{name}({budget})" for name in ("random", "streaming_llm") for budget in ("bytes=0.5", "keep=40")]
+
+
+class Stub:
+    """A runner that makes cells out of their names; `interrupt_at` is the cell before which somebody presses Ctrl-C."""
+
+    made = answer = 0
+    asking: dict[str, Any] = {}  # noqa: RUF012
+    interrupt_at: int | None = None
+    no_memory_for = ""
+
+    def __init__(self, model: Any, tokenizer: Any, **asking: Any) -> None:
+        Stub.asking = asking
+
+    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
+        Stub.answer = task.generation.tokens
+        for candidate in todo:
+            Stub.made += 1
+            if Stub.made == Stub.interrupt_at:
+                raise KeyboardInterrupt
+            if candidate.text == Stub.no_memory_for:
+                raise MemoryError
+            yield cell(task, example, candidate, seed)
+
+    def decode(self, asked: Iterable[runner.CellRun]) -> Iterator[tuple[runner.CellRun, Record | None]]:
+        for each in asked:
+            try:
+                yield each, next(self.run(each.task, each.example, [each.candidate], each.seed))
+            except MemoryError:
+                yield each, None
+
+
+@pytest.fixture
+def stub(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stub]]:
+    """Tasks `counting` and `reckoning`, which decodes, and the runner above."""
+    tasks = {"counting": Counting("counting"), "reckoning": Counting("reckoning", decodes=True)}
+    monkeypatch.setattr(finding, "find", lambda names, settings: [tasks[name] for name in names])
+    monkeypatch.setattr(finding, "check_names", lambda names: None)
+    monkeypatch.setattr(runner, "Runner", Stub)
+    yield Stub
+    Stub.made, Stub.asking, Stub.interrupt_at, Stub.no_memory_for = 0, {}, None, ""
+
+
+def stored(path: str = "sweep.sqlite") -> list[Record]:
+    with Store.open(Path(path)) as store:
+        return store.cells()
+
+
+def recipes(task: str, path: str = "sweep.sqlite") -> list[str]:
+    return list(dict.fromkeys(cell.recipe for cell in stored(path) if cell.task == task))
+
+
+@pytest.mark.full
+def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
+    done = run(*NEEDLE, "--json", "-")
+    assert (done.code, done.err) == (
+        0,
+        "The budget 40 is 40 entries of every head; 40 % of the bytes are 0.4.\n" + WHERE,
+    )
+    summary = json.loads(done.out)
+    recipes = [FULL, "snapkv(window=8, bytes=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
+    assert [row["task"] for row in summary["rows"]] == ["needle@256"] * 7 + ["needle@300"] * 7
+    for names in ([row["recipe"] for row in summary["rows"][part]] for part in (slice(7), slice(7, 14))):
+        assert names[0] == FULL and sorted(names) == sorted(recipes)
+        budgets = 3 * ["bytes=0.5)"] + 3 * ["keep=40)"]
+        assert all(name.endswith(budget) for name, budget in zip(names[1:], budgets, strict=True))
+    assert all(row["examples"] == 2 and row["failed"] == 0 for row in summary["rows"])
+    cells = stored()
+    assert len(cells) == 28 and all(each.error is None for each in cells)
+
+    # What is in the file is what the runner makes of the same examples by itself.
+    by_itself = Runner(*tiny, mode="prompt", chat=True)
+    (task,) = finding.find(["needle"], TaskSettings(lengths=(300,)))
+    again = [
+        made
+        for example in task.examples(tiny[1], limit=2, seed=0)
+        for made in by_itself.run(
+            task, example, command._candidates(task, NEEDLE[-3], parse_budgets(NEEDLE[-1]), 64, (0, 0), True), 0
+        )
+    ]
+    kept = {(each.example, each.recipe): each for each in cells if each.task == "needle@300"}
+    assert len(again) == len(kept) == 14
+    for each in again:
+        there = kept[each.example, each.recipe]
+        assert each.error is None and there.error is None
+        assert (each.scores, each.replies) == (there.scores, there.replies)
+        assert (each.figures["kv_bytes"], each.facts) == (there.figures["kv_bytes"], there.facts)
+
+
+def test_table(run: Run, stub: type[Stub]) -> None:
+    done = run("eval", "counting", "--recipes", "knorm", "--budgets", "0.5")
+    assert (done.code, done.err) == (0, WHERE)
+    for text in (FULL, "knorm(bytes=0.5)", "random(bytes=0.5)", "streaming_llm(bytes=0.5)"):
+        assert sum(text in line for line in done.out.splitlines()) >= 1
+    assert Stub.asking == {"mode": "prompt", "chat": True, "temperature": 0.0}
+
+
+def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> None:
+    options = (
+        *("--mode", "agnostic", "--no-chat", "--temperature", "0.5", "--limit", "2", "--output-tokens", "7"),
+        *("--seeds", "3,5", "--out", "x.sqlite"),
+    )
+    assert run("eval", "counting", *options).code == 0
+    assert Stub.asking == {"mode": "agnostic", "chat": False, "temperature": 0.5} and Stub.answer == 7
+    assert {(each.seed, each.example) for each in stored("x.sqlite")} == {(s, e) for s in (3, 5) for e in "01"}
+    with Store.open(Path("x.sqlite")) as store:
+        assert store.model == "SmolLM2-135M-Instruct"
+        expected = {"--mode": "agnostic", "--limit": 2, "--temperature": 0.5, "chat template": False}
+        expected |= {"--output-tokens": 7, "--sample": None}
+        assert {name: store.configuration[name] for name in expected} == expected
+        assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
+
+
+def test_a_tokenizer_without_a_template_is_asked_verbatim(
+    run: Run, stub: type[Stub], tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny[1], "chat_template", None)
+    assert run("eval", "counting").code == 0
+    assert Stub.asking["chat"] is False
+
+
+def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) -> None:
+    assert run("eval", "counting,reckoning").code == 0
+    assert recipes("counting") == [
+        FULL,
+        *(f"{name}(bytes={share})" for name in ("snapkv",) for share in (0.5, 0.25)),
+        *(f"adakv(expected_attention, bytes={share})" for share in (0.5, 0.25)),
+        *(f"{name}(bytes={share})" for name in ("kvzip", "random", "streaming_llm") for share in (0.5, 0.25)),
+    ]
+    assert recipes("reckoning") == [
+        FULL,
+        *(f"{name}(keep={keep}, every=64)" for name in ("snapkv", "r_kv") for keep in (256, 128)),
+        *(f"ams(tova, keep={keep}, every=64)" for keep in (256, 128)),
+        *(f"random(keep={keep}, protect_prompt=True, every=64)" for keep in (256, 128)),
+        *(f"streaming_llm(keep={keep}, every=64)" for keep in (256, 128)),
+    ]
+    assert all(each.error is None for each in stored())
+
+
+def test_a_task_that_decodes_may_have_its_prompt_compressed_only(run: Run, stub: type[Stub]) -> None:
+    words = ("--recipes", "gvote, tova, snapkv(every=8, keep=64)", "--budgets", "0.5")
+    run("eval", "reckoning", "--every", "0", *words)
+    assert recipes("reckoning") == [
+        *(FULL, "gvote", "tova(bytes=0.5)", "snapkv(keep=64, every=8)"),
+        *("random(keep=64)", "random(bytes=0.5)", "streaming_llm(keep=64)", "streaming_llm(bytes=0.5)"),
+    ]
+    run("eval", "reckoning", "--every", "0", "--out", "x.sqlite")
+    run("eval", "counting", "--out", "y.sqlite")
+    assert recipes("reckoning", "x.sqlite") == recipes("counting", "y.sqlite")
+
+
+def test_a_sample_is_drawn_and_goes_on_as_itself_only(run: Run, stub: type[Stub]) -> None:
+    words = ("eval", "counting", "--recipes", "knorm", "--budgets", "0.5", "--sample", "0.5")
+    assert run(*words).code == 0
+    drawn = {each.example for each in stored()}
+    assert len(drawn) == 2 and len(stored()) == 2 * 4
+    assert run(*words, "--recipes", "tova").code == 0 and {each.example for each in stored()} == drawn
+    check_refused(run, *words[:-1], "2", because="(--sample: 0.5, not 2)")
+    check_refused(run, *words[:-2], because="(--sample: 0.5, not none)")
+
+
+def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None:
+    words = ("--recipes", "tova, r_kv(recent=64)", "--budgets", "128", "--always", "4, 32")
+    assert run("eval", "reckoning", *words).code == 0
+    assert recipes("reckoning") == [
+        FULL,
+        *("tova(keep=128, sinks=4, recent=32, every=64)", "r_kv(keep=128, recent=64, every=64)"),
+        "random(keep=128, sinks=4, recent=32, protect_prompt=True, every=64)",
+        "streaming_llm(keep=128, recent=32, every=64)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "counting", "reckoning"),
+    [
+        (
+            ["--recipes", "tova, knorm(keep=0.1)", "--budgets", "0.5,64", "--every", "16"],
+            [
+                *("tova(bytes=0.5)", "tova(keep=64)", "knorm(keep=0.1)"),
+                *("random(keep=0.1)", "random(bytes=0.5)", "random(keep=64)"),
+                *("streaming_llm(keep=0.1)", "streaming_llm(bytes=0.5)", "streaming_llm(keep=64)"),
+            ],
+            [
+                *("tova(keep=64, every=16)", "knorm(keep=0.1, every=16)"),
+                *("random(keep=64, protect_prompt=True, every=16)", "streaming_llm(keep=64, every=16)"),
+            ],
+        ),
+        (
+            ["--recipes", "tova(keep=99, every=8)"],
+            ["tova(keep=99, every=8)", "random(keep=99)", "streaming_llm(keep=99)"],
+            [
+                "tova(keep=99, every=8)",
+                *("random(keep=99, protect_prompt=True, every=64)", "streaming_llm(keep=99, every=64)"),
+            ],
+        ),
+        (
+            ["--recipes", "tova, random", "--budgets", "64", "--no-baselines"],
+            ["tova(keep=64)", "random(keep=64)"],
+            ["tova(keep=64, every=64)", "random(keep=64, every=64)"],
+        ),
+        (
+            ["--recipes", "gvote", "--budgets", "64"],
+            ["gvote", "random(keep=64)", "streaming_llm(keep=64)"],
+            ["gvote(every=64)", "random(keep=64, protect_prompt=True, every=64)", "streaming_llm(keep=64, every=64)"],
+        ),
+    ],
+)
+def test_baselines_have_the_budgets_of_the_others(
+    run: Run, stub: type[Stub], words: list[str], counting: list[str], reckoning: list[str]
+) -> None:
+    run("eval", "counting", "reckoning", "--limit", "1", *words)
+    assert recipes("counting") == [FULL, *counting]
+    assert recipes("reckoning") == [FULL, *reckoning]
+
+
+def test_a_recipe_that_fails_is_a_result_and_said(run: Run, stub: type[Stub]) -> None:
+    words = ("eval", "counting", "--recipes", "snapkv, tova", "--budgets", "8", "--no-baselines", "--json", "-")
+    done = run(*words)
+    few = "The budget 8 is 8 entries of every head; 8 % of the bytes are 0.08.\n"
+    assert (done.code, done.err) == (1, few + WHERE)
+    rows = {row["recipe"]: row for row in json.loads(done.out)["rows"]}
+    assert "below the 64 entries that always stay" in rows["snapkv(keep=8)"]["error"]
+    assert rows["tova(keep=8)"]["error"] is None
+    assert run(*words) == done and Stub.made == 12
+
+
+def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub: type[Stub]) -> None:
+    words = ("eval", "counting", "--recipes", "knorm", "--budgets", "0.5", "--json", "-")
+    Stub.interrupt_at = 7
+    done = run(*words)
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "stopped after 6 of 16 cells, which are in 'sweep.sqlite': the same command goes on\n"
+    assert len(stored()) == 6
+    Stub.interrupt_at = 8
+    nothing = run(*words, "--out", "nothing.sqlite")
+    assert (nothing.code, nothing.err) == (130, "stopped before one of 16 cells was made\n")
+    assert not list(Path.cwd().glob("nothing*"))
+    again = run(*words)
+    assert again.code == 0 and Stub.made == 8 + 10
+    whole = run(*words, "--out", "another.sqlite")
+    assert whole.out == again.out and stored() == stored("another.sqlite")
+
+
+def test_what_memory_was_not_enough_for_is_said(run: Run, stub: type[Stub]) -> None:
+    words = ("eval", "counting", "--limit", "3", "--recipes", "knorm", "--budgets", "0.5", "--json", "-")
+    Stub.no_memory_for = "knorm(bytes=0.5)"
+    done = run(*words)
+    assert done.code == 1
+    said = "counting: knorm(bytes=0.5) was left out, 3 times (memory was not enough); the same command tries again\n"
+    assert done.err == WHERE + said
+    Stub.no_memory_for = ""
+    assert run(*words).code == 0
+    assert recipes("counting") == [FULL, "random(bytes=0.5)", "streaming_llm(bytes=0.5)", "knorm(bytes=0.5)"]
+
+
+def test_what_is_done_is_shown_without_the_model(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("eval", "counting", "--recipes", "knorm", "--budgets", "0.5,0.25", "--seeds", "0,1", "--json", "-")
+    first = run(*words)
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded for nothing"))
+    assert run(*words) == first
+    part = run("eval", "counting", "--recipes", "knorm", "--budgets", "0.25", "--no-baselines", "--json", "-")
+    assert [row["recipe"] for row in json.loads(part.out)["rows"]] == [FULL, "knorm(bytes=0.25)"]
+    for more in (["--no-chat"], ["--model", "another"], ["--seeds", "2"], ["--recipes", "tova"]):
+        with pytest.raises(pytest.fail.Exception, match="a model was loaded for nothing"):
+            run(*words, *more)
+
+
+def test_another_configuration_is_refused_before_the_model_is_loaded(
+    run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("eval", "counting", "--limit", "2").code == 0
+    loaded = models.load
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
+    check_refused(run, "eval", "counting", "--limit", "3", because="has other settings (--limit: 2, not 3)")
+    check_refused(
+        run, "eval", "counting", "--limit", "2", "--mode", "agnostic", because="(--mode: prompt, not agnostic)"
+    )
+    monkeypatch.setattr(models, "load", loaded)
+    check_refused(run, "eval", "counting", "--limit", "2", "--no-chat", because="(chat template: yes, not no)")
+
+
+def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    check_refused(run, "eval", "counting", "--ray", because='Ray is not installed: run `pip install "keepset[ray]"`')
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["eval", "needle", "--prompt-tokens", "256,260,264", "--model", str(tiny_folder), "--recipes", "knorm"]
+    monkeypatch.chdir(tmp_path)
+    process = Forked(*words)
+    end = time.monotonic() + 120
+    while not Path("sweep.sqlite-wal").exists() or not stored():
+        assert time.monotonic() < end and process.is_alive()
+        time.sleep(0.05)
+    done = process.interrupt(signal.SIGINT)
+    cells = stored()
+    assert (done.code, done.out) == (130, "")
+    stopped = f"stopped after {len(cells)} of 210 cells, which are in 'sweep.sqlite': the same command goes on"
+    assert done.err.splitlines()[-1] == stopped and "Traceback" not in done.err

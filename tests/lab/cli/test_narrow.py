@@ -1,0 +1,106 @@
+"""Every command that prints tables, in a terminal of 80 columns: no line is longer, and no name or recipe is broken."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from keepset.core.tables import save
+from keepset.lab.cli import console
+from keepset.lab.record import FULL
+from tests.core.test_tables import random_tables
+from tests.lab.analysis.cells import cells
+from tests.lab.cli.conftest import Run
+from tests.lab.cli.test_results import write
+
+COLUMNS = 80
+LONG = "adakv(expected_attention(future=16, buffer=8), keep=0.5), streaming_llm(keep=0.25)"
+DECODING = "pyramid(expected_attention(future=16, buffer=4), keep=48), streaming_llm(keep=32)"
+TEXT = ("--text", "text", "--prompt-tokens")
+
+
+class Printed:
+    """Prints everything twice: into a terminal of 80 columns, and into more than anything needs."""
+
+    is_terminal, width = True, COLUMNS
+
+    def __init__(self) -> None:
+        self.narrow, self.wide = (Console(width=width, file=io.StringIO()) for width in (COLUMNS, 2000))
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.narrow.print(*objects, **options)
+        self.wide.print(*objects, **options)
+
+    def check(self) -> None:
+        """Every name in the narrow text stands in the wide one."""
+        narrow, wide = (each.file.getvalue() for each in (self.narrow, self.wide))  # type: ignore[attr-defined]
+        assert wide.strip() and max(map(len, narrow.splitlines())) <= COLUMNS
+        names, whole = (set(re.findall(r"[\w./@()=',-]*\w", text)) for text in (narrow, wide))
+        # A recipe may go on in the next line, but only after a comma.
+        whole |= {part.strip() for name in whole for part in name.split(",")}
+        assert not {name for name in names if name not in whole and not re.fullmatch(r"[\d.,()%-]*", name)}
+
+
+@pytest.fixture
+def printed(run: Run, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    made, text_on = Printed(), console._print
+    monkeypatch.setattr(console, "stdout", lambda: made)
+    # Notes too; progress bars are no text.
+    monkeypatch.setattr(console, "_print", lambda _, *text: text_on(made, *text))  # type: ignore[arg-type]
+    return made
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> None:
+    names = ("adakv(expected_attention(future=16), keep=0.5)", "streaming_llm(keep=0.25)")
+    made = [*cells(FULL, [1.0, 0.0]), *(each for name in names for each in cells(name, [1.0, 0.5], wipeout=0.1))]
+    write(made, tmp_path / "sweep.sqlite")
+
+
+@pytest.mark.few(4)
+@pytest.mark.usefixtures("tiny", "text", "sweep")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("methods",),
+        ("methods", "compilerkv"),
+        ("reproduce", "list"),
+        ("results", "sweep.sqlite"),
+        ("compare", *TEXT, "100", "--continuation", "8", "--recipes", LONG),
+        ("compare", *TEXT, "60", "--continuation", "40", "--decode", "--every", "16", "--recipes", DECODING),
+        pytest.param(
+            ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes", LONG),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_no_name_is_broken(run: Run, printed: Printed, words: tuple[str, ...]) -> None:
+    assert run(*words).code == 0
+    printed.check()
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_no_name_is_broken_of_files(run: Run, printed: Printed) -> None:
+    save(random_tables(), Path("tables"))
+    recipe = LONG.split(", streaming", maxsplit=1)[0]
+    for words in (
+        ("compile", "--show", "tables"),
+        ("generate", "Go on.", "--text", "text", "--recipe", recipe, "--output-tokens", "3"),
+        ("context", "build", "--text", "text", "--out", "saved", "--recipe", recipe),
+        ("context", "ask", "saved", "Who?", "--output-tokens", "3", "--model", "tiny"),
+        ("calibrate", "--text", "text", "--out", "stats", "--tokens", "300", "--length", "100", "--gate-steps", "0"),
+    ):
+        assert run(*words).code == 0, words
+    printed.check()
+
+
+def test_the_list_of_commands_cuts_no_sentence(run: Run) -> None:
+    for words in ((), ("context",), ("bench",)):
+        shown = run(*words, "--help").out
+        assert not re.search(r"\w\.\.\.$", shown, re.M) and max(map(len, shown.splitlines())) <= COLUMNS

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from keepset.lab.analysis.intervals import Figure
+from keepset.lab.analysis.summary import summarize
+from keepset.lab.cli import console
+from keepset.lab.record import FULL, Record
+from keepset.lab.report.results import interval
+from keepset.lab.sweep.store import Store
+from tests.lab.analysis.cells import cell, cells
+from tests.lab.cli.conftest import Run, check_refused
+
+EVIL = "\x1b[31m[red]evil[/red]"
+SWEEP = [
+    *(each for task in ("ruler_vt@64", "ruler_cwe@64") for each in cells(FULL, [1.0, 1.0, 1.0, 0.0], task=task)),
+    *cells("snapkv(keep=0.5)", [1.0, 1.0, 0.0, 0.0], task="ruler_vt@64"),
+    *cells("snapkv(keep=0.5)", [1.0, 1.0, 1.0, 0.0], task="ruler_cwe@64"),
+    *cells("snapkv(keep=0.25)", [1.0, 0.0], task="ruler_vt@64"),
+    *cells("random(keep=0.5)", [0.0, None, 0.0, 0.0], task="ruler_vt@64"),
+    *cells("h2o(keep=0.5)", [None] * 4, task="ruler_vt@64"),
+]
+
+
+def write(made: Sequence[Record], path: Path) -> None:
+    """What `keepset eval` would leave."""
+    examples: dict[tuple[str, int], dict[str, None]] = {}
+    for each in made:
+        examples.setdefault((each.task, each.seed), {})[each.example] = None
+    with Store.begin(path, f"model {EVIL}", {"--mode": "agnostic", "--limit": None}) as store:
+        for (task, seed), ids in examples.items():
+            store.register(task, seed, list(ids), "digest")
+        assert all(map(store.save, made))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    path = tmp_path / "sweep.sqlite"
+    write(SWEEP, path)
+    return path
+
+
+def lines_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_by_a_fact(run: Run, tmp_path: Path) -> None:
+    levels = {"0": 1, "1": 5, "2": 5}
+    made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]
+    write([*made, cell(task="other")], tmp_path / "x.sqlite")
+    done = run("results", str(tmp_path / "x.sqlite"), "--by", "level", "--json", "-")
+    rows = [(row["task"], row["score"]["value"], row["examples"]) for row in json.loads(done.out)["rows"]]
+    assert rows == [("qa, level 1", 1.0, 1), ("qa, level 5", 0.5, 2)]
+    because = "No example has the fact subject, so nothing can be split by it; there are: level."
+    check_refused(run, "results", str(tmp_path / "x.sqlite"), "--by", "subject", because=because)
+
+
+def test_table(run: Run, sweep: Path) -> None:
+    done = run("results", str(sweep))
+    assert (done.code, done.err) == (0, "")
+    lines = lines_of(done.out)
+    start = lines.index(["ruler_vt@64"])
+    assert lines[start + 1] == ["full", "cache", "75.0", "(30.1..95.4)", "100.0%", "100.0%", "4"]
+    snapkv = lines[start + 2]
+    assert snapkv[:3] == ["snapkv(keep=0.5)", "50.0", "(15.0..85.0)"] and snapkv[-3:] == ["50.0%", "50.0%", "4"]
+    assert snapkv[3] == "-25.0"
+    assert next(line for line in lines[start:] if line[:1] == ["snapkv(keep=0.25)"])[-3:] == ["2", "of", "4"]
+    assert "failed on 1 of 4: random(keep=0.5) cannot do that." in done.out
+    assert "failed on 4 of 4: h2o(keep=0.5) cannot do that." in done.out
+    group = lines.index(["ruler@64,", "mean", "of", "2", "tasks"])
+    assert start < group
+    assert lines[group + 2][:2] == ["snapkv(keep=0.5)", "62.5"] and lines[group + 2][-1] == "8"
+    assert ["a", "score", "on", "1", "of", "2", "tasks"] in lines
+    assert "Differences are to full cache." in done.out
+    trades = next(i for i, line in enumerate(lines) if "area" in line)
+    # Of the two examples that have all budgets: means 1, 1, 0.5.
+    assert lines[trades + 2][0:2] == ["snapkv", "91.7"]
+    assert lines[trades + 2][3] == "25.0%" and lines[trades + 2][4:5] == ["55.0"]
+
+
+def test_baseline(run: Run, sweep: Path) -> None:
+    check_refused(run, "results", str(sweep), "--baseline", "tova", because="'tova' is not in the sweep")
+    check_refused(run, "results", str(sweep), "--baseline", "tova(", because="'tova(' is not a recipe")
+    done = run("results", str(sweep), "--baseline", "snapkv", "--json", "-")
+    rows = {(row["task"], row["recipe"]): row for row in json.loads(done.out)["rows"]}
+    assert rows["ruler_vt@64", "random(keep=0.5)"]["difference"]["value"] == -0.5
+    assert rows["ruler_vt@64", "snapkv(keep=0.25)"]["difference"] is None
+
+
+def test_files(run: Run, sweep: Path) -> None:
+    done = run("results", str(sweep), "--html", "a.html", "--csv", "a.csv", "--json", "-")
+    assert done.code == 0 and done.err == "written: a.html, a.csv\n"
+    with Store.open(sweep) as store:
+        assert json.loads(done.out) == summarize(store.cells()).to_json()
+    page = Path("a.html").read_text(encoding="utf-8")
+    assert "snapkv(keep=0.25)" in page and "--limit" not in page.partition("plotly")[0]
+    with Path("a.csv").open(encoding="utf-8") as file:
+        assert next(csv.DictReader(file))["recipe"] == FULL
+
+
+def test_narrow_terminals_lose_nothing(run: Run, sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(width=20, force_terminal=True, color_system=None)
+    monkeypatch.setattr(console, "stdout", lambda: terminal)
+    done = run("results", str(sweep))
+    assert done.code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in done.out
+    assert max(map(len, done.out.splitlines())) <= 20
+
+
+def test_text_steers_no_terminal(run: Run, tmp_path: Path) -> None:
+    failed = replace(cell(FULL, None), error=EVIL, recipe=EVIL, method=EVIL, task=EVIL)
+    write([cell(FULL, 1.0), failed], tmp_path / "evil.sqlite")
+    done = run("results", "evil.sqlite")
+    assert done.code == 0 and "\x1b" not in done.out
+    assert "[red]evil[/red]" in done.out
+
+
+def test_what_rounds_to_zero_has_no_sign() -> None:
+    assert interval(Figure(-0.0001, -0.0004, 0.0004), "+") == "+0.0 (+0.0..+0.0)"
+    assert interval(Figure(-0.001)) == "-0.1"

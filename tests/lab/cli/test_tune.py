@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from keepset.lab import texts
+from keepset.lab import tune as module
+from keepset.lab.cli import console
+from tests.lab.cli.conftest import Run, load_json
+
+MODEL = "SmolLM2-135M-Instruct"
+# One of them cannot run.
+TUNE = ("tune", "--text", "text", "--recipes", "streaming_llm, tova, knorm, qfilter(stats='absent')")
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_figures_as_json(run: Run) -> None:
+    done = run(*TUNE, "--budget", "0.3", "--json", "-")
+    assert (done.code, done.err) == (0, "")
+    result = load_json(done.out)
+    assert (result["model"], result["budget"], result["tokens"]) == (MODEL, "bytes=0.3", 240)
+    assert result["continuation_tokens"] == 16
+    assert result["pieces"] == result["measured"] == 16 and result["round"] == result["rounds"] == 4
+    names = {"streaming_llm(bytes=0.3)", "tova(bytes=0.3)", "knorm(bytes=0.3)"}
+    assert {row["recipe"] for row in result["rows"]} == names
+    for row in result["rows"]:
+        assert row["kl"]["low"] <= row["kl"]["mean"] <= row["kl"]["high"]
+        assert row["pieces"] == 16 and row["finalist"] and row["keep"] == 64 / 240 and row["share"] == 0.3
+    (dropped,) = result["dropped"]
+    assert (
+        dropped["recipe"] == "qfilter(stats='absent', bytes=0.3)" and "There is no file 'absent'" in dropped["reason"]
+    )
+    assert result["recipe"] in result["tied"] and set(result["tied"]) <= names
+    assert result["recipe"] in result["verdict"][0]
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_table(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECES", 6)
+    done = run(*TUNE, "--budget", "64", "--seed", "3")
+    assert done.code == 0
+    first, _, *rows = done.out.splitlines()
+    assert first == f"{MODEL}, keep=64: 6 pieces of 480 tokens, 32 after each."
+    assert {row.split()[0] for row in rows[:3]} == {"streaming_llm(keep=64)", "tova(keep=64)", "knorm(keep=64)"}
+    assert "There is no file 'absent'" in rows[3]
+    assert "(keep=64)" in rows[4] and len(rows) == 5
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_without_recipes_those_that_compare_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECES", 1)
+    monkeypatch.setattr("keepset.defaults.COMPARED", ("random",))
+    result = load_json(run("tune", "--text", "text", "--json", "-").out)
+    tried = {*(row["recipe"] for row in result["rows"]), *(each["recipe"] for each in result["dropped"])}
+    defaults = ("quantized(match(reread), bytes=0.25)", "quantized(pool(prompt_queries), bytes=0.25)")
+    assert tried == {*defaults, "random(bytes=0.25)"}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("tiny", "text")
+def test_several_texts_and_the_same_seed_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECES", 3)  # of four places
+    Path("other").write_text(texts.essay("worked")[5000:8000], encoding="utf-8")
+    results = [load_json(run(*TUNE, "--text", "other", "--budget", "0.3", "--json", "-").out) for _ in range(2)]
+    rows = [[{k: v for k, v in row.items() if "seconds" not in k} for row in each["rows"]] for each in results]
+    assert rows[0] == rows[1]
+    other = load_json(run(*TUNE, "--text", "other", "--budget", "0.3", "--seed", "1", "--json", "-").out)["rows"]
+    assert other[0]["kl"] != results[0]["rows"][0]["kl"]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("tiny", "text")
+@pytest.mark.parametrize(("after", "known"), [(0, 0), (2, 2), (21, 3), (36, 3)])
+def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch, after: int, known: int) -> None:
+    fidelity, done_so_far = module.fidelity, []
+
+    def interrupted(*words: Any) -> Any:
+        if len(done_so_far) == after:
+            raise KeyboardInterrupt
+        done_so_far.append(None)
+        return fidelity(*words)
+
+    monkeypatch.setattr(module, "fidelity", interrupted)
+    done = run(*TUNE, "--json", "-")
+    assert done.code == 130 and "Traceback" not in done.err
+    if not known:
+        assert (done.out, done.err) == ("", "interrupted\n")
+        return
+    assert done.err == f"interrupted in round {1 + (after > 6) + (after > 12) + (after > 24)} of 4\n"
+    result = load_json(done.out)
+    assert result["measured"] == after // 3 and len(result["rows"]) == known
+    assert sum(row["pieces"] for row in result["rows"]) == after
+    # Six pieces are the fewest that tell anything.
+    assert (result["recipe"] is None) == (after < 18)
+    assert ("Too little is known to name" in result["verdict"][0]) == (after < 18)
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_a_terminal_shows_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(width=200, stderr=True, force_terminal=True)
+    monkeypatch.setattr(console, "stderr", lambda: terminal)
+    stop: list[None] = []
+
+    def figures(*words: Any) -> dict[str, float]:
+        stop.append(None)
+        if len(stop) == 20:
+            raise KeyboardInterrupt
+        costs = {"kv_bytes": 1, "kv_bytes_full": 2, "prefill_seconds": 1.0, "prefill_seconds_full": 1.0}
+        return {"kl": 0.1, "top1": 1.0, "keep": 0.3, "share": 0.3, **costs}
+
+    monkeypatch.setattr(module, "fidelity", figures)
+    done = run(*TUNE)
+    assert done.code == 130 and "round 3 of 4: 3 recipes" in done.err and "interrupted in round 3 of 4" in done.err
+    # 3 recipes on 16 pieces, whose prefills count ten each; 19 and 7 of them are done.
+    assert "89/208" in done.err

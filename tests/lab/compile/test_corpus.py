@@ -1,0 +1,174 @@
+"""Files of texts, contexts cut from them, how an evaluation knows them again, and what is said of tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepset import KeepsetError, Recipe
+from keepset.core.tables import save
+from keepset.lab.compile.contamination import is_contaminated, passage_hashes, refuse_contaminated
+from keepset.lab.compile.corpus import ContextPool, read_texts
+from keepset.lab.compile.describe import coverage, describe_tables
+from tests.core.test_tables import PROVENANCE, random_tables
+from tests.tiers import examples
+
+TOKENS, CONTINUATION = 8, 3
+
+
+class Words:
+    """A tokenizer of words."""
+
+    bos_token: str | None = None
+    bos_token_id = 1
+
+    def __init__(self) -> None:
+        self.known: list[str] = ["", "<s>"]
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        ids = [self.bos_token_id] if self.bos_token and options.get("add_special_tokens", True) else []
+        for word in text.split():
+            if word not in self.known:
+                self.known.append(word)
+            ids.append(self.known.index(word))
+        return {"input_ids": ids}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(self.known[i] for i in ids)
+
+
+def words(count: int, name: str = "w") -> str:
+    return " ".join(f"{name}{i}" for i in range(count))
+
+
+def drawn(tokenizer: Any, texts: list[str], count: int = 99, seed: int = 0) -> ContextPool:
+    return ContextPool.draw(tokenizer, texts, tokens=TOKENS, continuation=CONTINUATION, count=count, seed=seed)
+
+
+@pytest.mark.parametrize("bos", [None, "<s>"])
+def test_contexts_are_pieces_of_texts_that_do_not_overlap(bos: str | None) -> None:
+    tokenizer = Words()
+    tokenizer.bos_token = bos
+    texts = [words(50, "a"), words(10, "b"), words(24, "c")]
+    corpus = drawn(tokenizer, texts)
+    begin = 1 if bos else 0
+    size = TOKENS + CONTINUATION - begin
+    decoded = []
+    for context in corpus.contexts:
+        assert len(context.ids) == TOKENS + CONTINUATION and context.tokens == TOKENS
+        assert context.ids[:begin].tolist() == [1] * begin
+        decoded.append(tokenizer.decode(context.ids[begin:].tolist()))
+    expected = [
+        " ".join(text.split()[first : first + size])
+        for text in texts
+        for first in range(0, len(text.split()), size)
+        if len(text.split()) >= first + size
+    ]
+    assert sorted(decoded) == sorted(expected)
+    again = drawn(tokenizer, texts, count=3)
+    assert [a.name for a in again.contexts] == [a.name for a in corpus.contexts][:3]
+    assert [a.name for a in drawn(tokenizer, texts, seed=1).contexts] != [a.name for a in corpus.contexts]
+
+
+def test_the_same_text_twice_is_one_context() -> None:
+    assert len(drawn(Words(), [words(11)] * 3).contexts) == 1
+
+
+def test_too_short() -> None:
+    with pytest.raises(KeepsetError, match="No text has 11 tokens, a context of 8 and the 3 that follow it"):
+        drawn(Words(), [words(10), words(3)])
+
+
+def test_files(tmp_path: Path) -> None:
+    plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_text('{"text": "not a line"}', encoding="utf-8")
+    lines.write_text(
+        json.dumps({"text": "one\ntwo", "more": 1}) + "\n\n" + json.dumps({"text": "drei €"}), encoding="utf-8"
+    )
+    assert read_texts([lines, plain]) == ["one\ntwo", "drei €", '{"text": "not a line"}']
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "because"),
+    [
+        ("a.txt", b"", "is empty"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8"),
+        ("a.jsonl", b"\xff", "is not UTF-8"),
+        ("a.jsonl", b"\n \n", "is empty"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "Line 2 of"),
+        ("a.jsonl", b'{"text": 3}', "Line 1 of"),
+        ("a.jsonl", b'["text"]', "Line 1 of"),
+        ("a.jsonl", b'{"texts": "a"}', "Line 1 of"),
+        ("a.jsonl", b"[" * 99999, "Line 1 of"),
+        ("absent.txt", None, "cannot be read"),
+    ],
+)
+def test_bad_files_in_one_sentence(tmp_path: Path, name: str, content: bytes | None, because: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(KeepsetError) as caught:
+        read_texts([tmp_path / name])
+    assert because in str(caught.value) and str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+@examples(30)
+@given(first=st.integers(0, 600), length=st.integers(300, 400), seed=st.integers(0, 99))
+def test_a_shared_passage_is_known_wherever_it_was_cut(first: int, length: int, seed: int) -> None:
+    text = words(1000, f"s{seed}.").split()
+    tables = random_tables()
+    tables.provenance["marks"] = [passage_hashes(" ".join(text))]  # type: ignore[index]
+    passage = " ".join(text[first : first + length])
+    assert is_contaminated(tables, f"{words(200, 'x')}\n\n{passage}  {words(99, 'y')}")
+    assert not is_contaminated(tables, words(1000, f"other{seed}."))
+
+
+def test_marks_of_little() -> None:
+    assert passage_hashes(" \n") == ()
+    assert len(passage_hashes("one")) == 1 and passage_hashes("one  two") == passage_hashes(
+        "one\ntwo"
+    ) != passage_hashes("one")
+
+
+def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -> None:
+    tables, text, compiled = random_tables(), words(500), tmp_path / "compiled"
+    save(dataclasses.replace(tables, provenance={**PROVENANCE, "marks": [list(passage_hashes(text))]}), compiled)
+    save(tables, tmp_path / "silent")
+    with pytest.raises(KeepsetError, match="were compiled from this context"):
+        refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(compiled)!r}, keep=70)"), f"Read this. {text}")
+    refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(compiled)!r}, keep=70)"), words(500, "other"))
+    for recipe in (f"compilerkv(tables={str(tmp_path / 'silent')!r}, keep=70)", "compilerkv(keep=70)", "adakv(snapkv)"):
+        refuse_contaminated(Recipe.parse(recipe), text)
+    assert torch.equal(tables.weights, random_tables().weights)
+
+
+def test_thin_bins_are_named_and_full_ones_are_not() -> None:
+    counts = torch.full((20, 4), 2)
+    full = dataclasses.replace(random_tables(), counts=counts.clone())
+    assert len(coverage(full)) == 5
+    counts[3:6, 0] = 1
+    counts[19, 0] = counts[:, 2] = counts[0, 3] = 0
+    *lines, named = coverage(dataclasses.replace(full, counts=counts))
+    assert named.startswith("25 of 80 bins have fewer than 2 contexts")
+    assert named.endswith("(perplexity: entropy): 0: 3-5, 19; 2: 0-19; 3: 0")
+    assert [int(x) for x in lines[1].partition(":")[2].split()] == counts[:, 0].tolist()
+
+
+def test_weights_and_thresholds_are_counted_and_the_most_trusted_heads_named() -> None:
+    tables = random_tables()
+    tables.weights.fill_(1.0)
+    tables.weights[0, 2, 3] = tables.weights[1, 0, 1] = 2.0
+    tables.gate[0] = 0.9
+    lines = describe_tables(tables)
+    first, second = (lines.index(f"keep={keep}") for keep in (8, 64))
+    assert lines[first + 1] == "  head weights: 1 in 11, 2 in 1"
+    assert lines[first + 2].endswith("layer.head: 2.3 (2), 0.0 (1), 0.1 (1), 0.2 (1), 0.3 (1)")
+    assert lines[first + 3] == "  thresholds: 0.9 in 240"
+    assert lines[second + 2].endswith("layer.head: 0.1 (2), 0.0 (1), 0.2 (1), 0.3 (1), 1.0 (1)")
+    assert lines[second + 3].startswith("  thresholds: 0.8") and "mean" in lines[second + 3]
