@@ -1,4 +1,4 @@
-"""`summarize`: from records to a row per task and recipe, averages over groups of tasks, curves and needle maps."""
+"""`summarize`: from records to rows by task and recipe, averages, curves, needle maps, and `conclusion`, a sentence."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

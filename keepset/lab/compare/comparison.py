@@ -1,4 +1,4 @@
-"""`Comparison`: the records of recipes on one text, beside the full cache."""
+"""`Comparison`: the records of recipes on one text, beside the full cache; `conclusion` says them in a sentence."""
 
 import math
 from abc import ABC, abstractmethod
