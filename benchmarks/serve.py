@@ -20,9 +20,9 @@ from harness.report import Section, machine, publish
 from transformers import AutoTokenizer
 
 from keepset.lab.embedded import folder_of, name_statistics
+from keepset.lab.server_process import ServerProcess, free_port
 from keepset.recipe import Recipe
 from keepset.serving.command import command
-from keepset.serving.server import ServerProcess, free_port
 from keepset.serving.start_checks import check_recipe, limit_cpu_pool
 
 # A pool that does not hold all requests of the default load at once.

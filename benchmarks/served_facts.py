@@ -79,7 +79,7 @@ def served(tokenizer: Any, examples: list[Example], folder: Path, answers: dict[
     """Have vLLM answer from the saved contexts."""
     from vllm import LLM, SamplingParams
 
-    from keepset.vllm import engine_args
+    from keepset.vllm.settings import engine_args
 
     engine = LLM(
         model=str(embedded_folder()), dtype="float32", max_model_len=2048, block_size=32, enforce_eager=True,

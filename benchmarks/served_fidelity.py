@@ -121,7 +121,7 @@ def served(
     from vllm import LLM, SamplingParams
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-    from keepset.vllm import engine_args
+    from keepset.vllm.settings import engine_args
 
     seen: dict[tuple[float, str], list[Tensor]] = defaultdict(list)
 

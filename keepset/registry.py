@@ -1,47 +1,77 @@
-"""The registered methods. A new one is a file in `methods/` or `allocators/` and its name here."""
+"""The registry of methods by their names in recipes: keepset's own, and those of other installed packages."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import importlib.metadata
+import os
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from keepset.allocators.adakv import AdaKV
 from keepset.allocators.ams import AMS
-from keepset.allocators.chunkkv import ChunkKV
-from keepset.allocators.criticalkv import CriticalKV
-from keepset.allocators.dynamic import Dynamic
-from keepset.allocators.match import Match
+from keepset.allocators.heads import AdaKV, ChunkKV, CriticalKV, Uniform
+from keepset.allocators.layers import Dynamic, Pyramid, ZigZag
 from keepset.allocators.pool import Composite, Pool
+from keepset.allocators.post_processors import Match, Quantized
 from keepset.allocators.presets import Glance, KVCompose, KVZip, Reread
-from keepset.allocators.pyramid import Pyramid
-from keepset.allocators.quantized import Quantized
-from keepset.allocators.uniform import Uniform
-from keepset.allocators.zigzag import ZigZag
 from keepset.core.features.attention import SecondPass
 from keepset.core.method import Allocator, Method
-from keepset.errors import RecipeError
+from keepset.errors import KeepsetError, RecipeError
 from keepset.methods.compilerkv import CompilerKV
 from keepset.methods.distilled import Distilled
-from keepset.methods.duo_attention import DuoAttention
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.gvote import GVote
-from keepset.methods.h2o import H2O
-from keepset.methods.keydiff import KeyDiff
-from keepset.methods.knorm import Knorm
-from keepset.methods.lagkv import LagKV
-from keepset.methods.prompt_queries import PromptQueries
-from keepset.methods.qfilter import QFilter
-from keepset.methods.r_kv import RKV
-from keepset.methods.random import Random
-from keepset.methods.rpc import RPC
-from keepset.methods.second_pass import SecondPassAttention
-from keepset.methods.snapkv import SnapKV
-from keepset.methods.streaming_llm import StreamingLLM
-from keepset.methods.tova import TOVA
-from keepset.methods.triattention import TriAttention
-from keepset.plugins import load_methods
+from keepset.methods.keys import KeyDiff, Knorm, LagKV
+from keepset.methods.measured import DuoAttention, QFilter, TriAttention
+from keepset.methods.positions import Random, StreamingLLM
+from keepset.methods.second_pass import PromptQueries, SecondPassAttention
+from keepset.methods.window import H2O, RKV, RPC, TOVA, SnapKV
+
+GROUP = "keepset.methods"
+"""The group of a package's entry points, each of which names a module that registers methods."""
+
+MODULES = "KEEPSET_PLUGINS"
+"""The environment variable with the names of further modules, separated by commas. `keepset --plugin` adds to it, and
+child processes, such as a server's, inherit it."""
+
+
+@cache
+def load_methods() -> None:
+    """Import the modules that register methods by `keepset.register`, once in a process.
+
+    Raises:
+        KeepsetError: a module cannot be imported.
+    """
+    for module in _modules():
+        try:
+            import_module(module)
+        except Exception as error:  # plug-ins are not keepset's code
+            raise KeepsetError(
+                f"The plug-in {module!r} cannot be imported ({type(error).__name__}: {error}): fix it, or take it out "
+                f"of {MODULES} and --plugin, or uninstall its package."
+            ) from error
+
+
+def _modules() -> Iterator[str]:
+    for point in importlib.metadata.entry_points(group=GROUP):
+        yield point.value.partition(":")[0]
+    yield from filter(None, map(str.strip, os.environ.get(MODULES, "").split(",")))
+
+
+def add(module: str) -> None:
+    """Make this process, and its child processes, import a module for its methods; the name is Python's dotted name.
+
+    Raises:
+        KeepsetError: it is not a module's name.
+    """
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise KeepsetError(f"--plugin {module!r} is no name of a module: write one such as my_package.methods.")
+    known = os.environ.get(MODULES)
+    os.environ[MODULES] = f"{known},{module}" if known else module
+
 
 _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (StreamingLLM, Random),

@@ -95,9 +95,9 @@ def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("vllm")
     for name, value in SPARING.items():
         monkeypatch.setenv(name, value)
+    from keepset.lab.server_process import ServerProcess, free_port
     from keepset.recipe import Recipe
     from keepset.serving.command import command
-    from keepset.serving.server import ServerProcess, free_port
     from tests.vllm.serve import forked
 
     port, example = free_port(), EXAMPLES / "serve_with_vllm.py"

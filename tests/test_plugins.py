@@ -16,7 +16,7 @@ from torch import Tensor
 from keepset import Budget, KeepsetError, Observation, Recipe, registry
 from keepset.core.method import Method, parameter
 from keepset.errors import RecipeError
-from keepset.plugins import GROUP, MODULES, add, load_methods
+from keepset.registry import GROUP, MODULES, add, load_methods
 from tests.methods.naive import Shape, observe
 
 MODULE = '''

@@ -13,16 +13,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepsetError, Method, Observation, Recipe, Schedule, register, registry
-from keepset.allocators.adakv import AdaKV
+from keepset.allocators.heads import AdaKV
+from keepset.allocators.layers import Pyramid
 from keepset.allocators.presets import Preset
-from keepset.allocators.pyramid import Pyramid
 from keepset.core.method import Allocator
 from keepset.methods.expected_attention import ExpectedAttention
-from keepset.methods.knorm import Knorm
-from keepset.methods.random import Random
-from keepset.methods.snapkv import SnapKV
-from keepset.methods.streaming_llm import StreamingLLM
-from keepset.methods.tova import TOVA
+from keepset.methods.keys import Knorm
+from keepset.methods.positions import Random, StreamingLLM
+from keepset.methods.window import TOVA, SnapKV
 from keepset.recipe import in_full, in_short, shown
 from tests.tiers import examples
 

@@ -14,12 +14,10 @@ from keepset.kernels.attention import append_entries, pack_entries, ragged_atten
 from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
-from keepset.kernels.page_layout import PageLayout
+from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, PagedTokens, PageLayout, RecordedQueries
 from keepset.kernels.paged import append_to_pages, paged_attention
-from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, PagedTokens, RecordedQueries
-from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.softmax import Softmax
-from keepset.kernels.window import add_received
+from keepset.kernels.window import add_received, add_received_in_pages
 from on_gpu.measuring import Bench
 
 

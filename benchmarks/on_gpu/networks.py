@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from keepset.core.predictor import Predictor
-from keepset.core.statistics import LayerStatistics, Statistics, save
+from keepset.core.statistics import LayerStatistics, Predictor, Statistics, save
 
 WIDTH, AGES = 64, 12
 

@@ -17,7 +17,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     from keepset.recipe import Recipe
-    from keepset.vllm import engine_args
+    from keepset.vllm.settings import engine_args
 
     prompt, output, whole = case["prompt"], case["output"], case["whole"]
     blocks = whole * -(-(prompt + output) // BLOCK) + 1  # vLLM keeps one for itself

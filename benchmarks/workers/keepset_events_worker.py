@@ -9,16 +9,15 @@ from torch import Tensor
 from keepset.allocators.ams import AMS
 from keepset.core.budget import Budget
 from keepset.core.features.moments import QueryDistribution, QueryMoments
-from keepset.core.features.window import WindowAttention, WindowSums
+from keepset.core.features.queries import WindowAttention, WindowSums
 from keepset.core.keep_set import HeadCounts
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.store import EntryStore
-from keepset.kernels.moments import Moments
+from keepset.kernels.columns import Moments
 from keepset.methods.expected_attention import ExpectedAttention
-from keepset.methods.knorm import Knorm
-from keepset.methods.snapkv import SnapKV
-from keepset.methods.tova import TOVA
+from keepset.methods.keys import Knorm
+from keepset.methods.window import TOVA, SnapKV
 
 
 class Given(Method):

@@ -19,7 +19,8 @@ def main() -> None:
 
     from keepset.lab.embedded import embedded_folder, name_statistics
     from keepset.recipe import Recipe
-    from keepset.vllm import engine_args, stats
+    from keepset.vllm import stats
+    from keepset.vllm.settings import engine_args
 
     recipe, blocks = case["recipe"] and Recipe.parse(case["recipe"]), case["blocks"]
     recipe = name_statistics(recipe, case["model"])

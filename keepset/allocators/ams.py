@@ -12,7 +12,7 @@ from keepset.allocators import segments
 from keepset.allocators.segments import PerEntry, PerSegment
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.window import WindowAttention
+from keepset.core.features.queries import WindowAttention
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation

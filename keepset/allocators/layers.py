@@ -1,4 +1,4 @@
-"""Allocators that divide one budget among all layers or heads, and the arithmetic that they share."""
+"""Allocators that divide one budget among all layers or heads: PyramidKV, DynamicKV and ZigZagKV."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget, share_of
+from keepset.core.feature import Needs
+from keepset.core.features.queries import WindowAttention
 from keepset.core.keep_set import KeepSet
-from keepset.core.method import Allocator, Method
+from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
-from keepset.core.select import Ranking, round_to_total, top_mask
+from keepset.core.select import RECENT_RANK, Ranking, round_to_total, top_mask
+from keepset.core.shapes import Quotas
+from keepset.core.sizes import Sizes
 from keepset.core.traits import Traits
 
 PerRequest = Int[Tensor, " batch"]
@@ -135,3 +139,141 @@ def pooled_counts(values: Float[Tensor, "batch parts entries"], total: PerReques
     # Place after place, the last first: `top_mask` takes the later of equal ones, and this way the parts share them.
     by_place = certain_first.flip(-1).transpose(1, 2)
     return top_mask(by_place.flatten(1), total.minimum(existing)).view_as(by_place).sum(1)
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocator):
+    """Budgets that fall linearly with depth (Cai et al. 2024, arXiv:2406.02069, section 4.1).
+
+    What always stays is the same in every layer. The rest, r entries on average, falls from 2r - r/beta in the first
+    layer to r/beta in the last. If the text is too short for the first layer's share, the slope is the steepest that
+    fits. Rounding keeps the sum over layers exactly layers x budget. After an event a layer that holds fewer entries
+    than its number keeps what it has.
+
+    With a `window` it is the form of kvpress and of the program of AMS' authors: the whole budget b falls from
+    2b - b/beta to b/beta, and the first layer keeps at most the text less the window. If the last layer would keep
+    fewer entries than the window, all layers keep b, as under the scorer alone. These programs round each layer by
+    itself, so that a layer may keep one entry more or less.
+
+    Attributes:
+        beta: how steep the pyramid is; 1 for none.
+        window: entries of the window in the form of kvpress, where it is 64; 0 for the form of the paper.
+    """
+
+    name = "pyramid"
+    paper = "arXiv:2406.02069"
+    own_traits = Traits(equal_layers=False)
+
+    beta: float = parameter(20.0, minimum=1.0)
+    window: int = parameter(0, minimum=0)
+
+    def objection(self, inner: Method) -> str:
+        twice = "pyramid: one pyramid inside another has no exact total: use it once."
+        return twice if isinstance(inner, Pyramid) else ""
+
+    def quotas(self, sizes: Sizes, budget: Budget) -> Quotas:
+        average = self.scorer.quotas(sizes, budget)
+        existing, layers = sizes.entries, len(sizes.layers)
+        if layers == 1:
+            return average
+        most = existing
+        if isinstance(budget.keep, int):
+            # Layers hold different numbers after an event, on which their target must not depend.
+            most = torch.maximum(existing, sizes.lengths[:, None])
+            average = average.where(average < existing, most.minimum(budget.aim(sizes)[:, None]))
+        always = average.minimum(budget.always(sizes)[:, None])
+        same = torch.zeros_like(always) if self.window else always
+        rest = (average - same).double()
+        room = (most - same - self.window).double()
+        first = (2 * rest - rest / self.beta).minimum(room)
+        step = 2 * (first - rest) / (layers - 1)
+        depths = sizes.depths[:, None]
+
+        def before(depth: Int[Tensor, "batch 1"]) -> Quotas:
+            """Return the entries of the first `depth` layers together; rounding these sums keeps the total exact."""
+            return (depth * first - step * (depth * (depth - 1) // 2) + 1e-6).floor().long()
+
+        falling = same + before(depths + 1) - before(depths)
+        if self.window:
+            last = 2 * rest - first
+            falling = falling.where((first >= last) & (last >= always.clamp(min=self.window)), average)
+        return falling.minimum(existing)
+
+
+@dataclass(frozen=True)
+class Dynamic(LayerAllocator):
+    """Budgets of layers from a pool of their scores, updated every few layers (Zhou et al. 2024, arXiv:2412.14838).
+
+    Algorithm 1: a layer first holds `r_max` times the mean budget. After every `interval` layers, the best scores of
+    all layers and heads so far are counted, as many as these layers have budget on average. The budget of all layers
+    is divided among the layers so far in proportion to the counts; an update never raises a layer's number. The authors
+    score with `dynamic(snapkv(window=8, kernel=7))`.
+
+    Where the paper is silent: the last layers are updated too if their number is no multiple of `interval`, so that
+    the total is exact. What a layer cannot take goes to the others in proportion; in the authors' program the newest
+    layer gets all that rounding leaves. The runtime holds the prompt until its last layer, so updates save no memory.
+    """
+
+    name = "dynamic"
+    paper = "arXiv:2412.14838"
+
+    r_max: float = parameter(10.0, minimum=1.0)
+    interval: int = parameter(4, minimum=1)
+
+    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
+        layers, heads = room.shape[1], rankings[0].scores.shape[1]
+        mean = rest.double() / layers
+        held = (mean[:, None] * self.r_max).ceil().long().minimum(room)
+        # Scores of every head of every layer, without what always stays.
+        divisible = padded([each.scores.masked_fill(each.scores >= RECENT_RANK, float("-inf")) for each in rankings])
+        by_layer = [each.observation.split_layers(scores) for each, scores in zip(rankings, divisible, strict=True)]
+        values = torch.cat(by_layer, 1).flatten(1, 2)
+        shares = torch.zeros_like(mean)[:, None]
+        for so_far in sorted({*range(self.interval, layers, self.interval), layers}):
+            most = (mean * so_far * heads).floor().long()
+            least = most.new_zeros(most.shape[0], so_far * heads)
+            shares = pooled_counts(values[:, : so_far * heads], most, least).unflatten(1, (so_far, heads)).sum(-1)
+            held[:, :so_far] = divide(shares.double(), rest, held[:, :so_far])
+        # After an event layers hold different numbers, and some have no room for what others left them.
+        return held + divide(shares.double(), rest - held.sum(-1), room - held)
+
+
+@dataclass(frozen=True)
+class ZigZag(LayerAllocator):
+    """Divides one budget by how many entries each layer's attention needs (Zhong et al. 2024, arXiv:2412.09036).
+
+    A head's minimum budget is the smallest number of entries that receive the share `mass` of its attention. Its mean
+    over a layer's heads, LMBA, divided by the sum over all layers, is the layer's uncertainty u. A layer gets
+    B_bound + (B - B_bound) x layers x u, where B is the mean budget and B_bound = `floor` x B.
+
+    Not checked against the paper: its authors published no program, and only the abstract of its text was available.
+    The formula, `mass` and `floor` are what a port to kvpress (pull request 238, not merged) gives as the paper's
+    equation 6; an earlier version of that port had a floor of 0.1. Where that is silent: attention is that of the
+    newest `window` queries, summed over them, as in that earlier version. Each KV head has one minimum, by the mean
+    over its query group. What always stays is outside the division. Entries that a layer cannot take go to the others.
+    """
+
+    name = "zigzag"
+    paper = "arXiv:2412.09036"
+
+    window: int = parameter(64, minimum=1)
+    mass: float = parameter(0.9, minimum=0.0, maximum=1.0)
+    floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
+
+    @property
+    def own_traits(self) -> Traits:
+        return replace(super().own_traits, needs=Needs(WindowAttention(self.window)))
+
+    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
+        seen = [ranking.observation for ranking in rankings]
+        minima = torch.cat([each.split_layers(self._minimum(each)) for each in seen], 1)
+        uncertainty = minima / minima.sum(-1, keepdim=True)
+        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / room.shape[1]), self.floor), rest, room)
+
+    def _minimum(self, observation: Observation) -> Float[Tensor, " batch"]:
+        """Return a layer's minimum budget to maintain attention, in entries per head."""
+        usage = observation[WindowAttention(self.window)].attention_sums.double().nan_to_num(0.0)
+        reached = usage.sort(dim=-1, descending=True).values.cumsum(-1)
+        # Sums of the same numbers in two orders differ by rounding.
+        enough = self.mass * reached[..., -1:] * (1 - 1e-12)
+        return ((reached < enough).sum(-1) + 1).double().mean(-1)

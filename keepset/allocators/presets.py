@@ -15,8 +15,7 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 from keepset.core.traits import Traits, combine
-from keepset.methods.prompt_queries import PromptQueries
-from keepset.methods.second_pass import SecondPassAttention
+from keepset.methods.second_pass import PromptQueries, SecondPassAttention
 
 
 class Preset(Method):

@@ -23,10 +23,9 @@ from torch import Tensor
 import keepset
 from keepset.contexts import schema
 from keepset.contexts.columns import RESIDUAL
+from keepset.contexts.fingerprint import text_digest
 from keepset.contexts.schema import LAYER, STATE
-from keepset.contexts.text_digest import text_digest
-from keepset.core.files import quoted
-from keepset.core.tensor_file import TensorFile, TensorLocation, TensorReader
+from keepset.core.files import TensorFile, TensorLocation, TensorReader, quoted
 from keepset.errors import KeepsetError, RecipeError
 from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short

@@ -1,4 +1,4 @@
-"""`fingerprint`: tells models apart cheaply, by their configuration and a few numbers of every weight."""
+"""What identifies a model and a text: a fingerprint of configuration and weights, and the digest of token ids."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -16,6 +17,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Return the bytes whose digest identifies a text."""
+    return np.asarray(tokens, dtype="<i8").tobytes()
+
+
+def text_digest(tokens: Sequence[int]) -> str:
+    """Return the digest that a file has of a text's tokens."""
+    return hashlib.sha256(token_bytes(tokens)).hexdigest()
+
 
 _PRECISION = 2.0**-8
 """Half the relative distance of two neighbouring bfloat16 numbers: rounding moves a weight no further."""

@@ -17,11 +17,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.contexts.columns import ENTRIES, RESIDUAL, SCALES
+from keepset.core.features.queries import WindowAttention
 from keepset.core.features.runtime_features import QuantizedEntries
-from keepset.core.features.window import WindowAttention
-from keepset.core.tensor_file import TensorLocation, below, is_count
+from keepset.core.files import TensorLocation, below, is_count
+from keepset.kernels.columns import NAMES as MOMENTS
 from keepset.kernels.entry_format import format_of
-from keepset.kernels.moments import NAMES as MOMENTS
 from keepset.recipe import Recipe
 
 LAYER = "layers."

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.tensor_file import TensorFile
+from keepset.core.files import TensorFile
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
 from keepset.errors import KeepsetError
-from keepset.hf.images import RopeDeltas
+from keepset.hf.hooks import RopeDeltas
 from keepset.hf.layer import LayerState
 from keepset.hf.other_layers import HybridLayerState, cropped
 from keepset.hf.progress import Progress

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from keepset.core.accumulator import Chunk, RequestKeys
-from keepset.core.feature import Accumulators, Feature, Needs
+from keepset.core.feature import Accumulators, Chunk, Feature, Needs, RequestKeys
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation

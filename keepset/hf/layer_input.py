@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from keepset.core.accumulator import QuerySource, Turn
+from keepset.core.feature import QuerySource, Turn
 from keepset.core.rope import inverse, matches_unrotated, mean_rotation, positions_ahead
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError

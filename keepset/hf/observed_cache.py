@@ -24,9 +24,7 @@ from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
 from keepset.hf.attention import NAME, OTHER_PROMPT, SWITCHING, AttentionInput, set_pending_attention, uncompiled
 from keepset.hf.edits import EditableCache
-from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
-from keepset.hf.images import ImageHooks, RopeDeltas, image_token_ids
-from keepset.hf.known_text import KnowsText
+from keepset.hf.hooks import AttentionHooks, ImageHooks, ModelHooks, PerplexityHooks, RopeDeltas, image_token_ids
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
 from keepset.hf.model_support import (
@@ -38,7 +36,7 @@ from keepset.hf.model_support import (
     tables_for,
 )
 from keepset.hf.other_layers import compressible, is_bounded, nbytes_of, own_layers
-from keepset.hf.progress import Progress
+from keepset.hf.progress import KnowsText, Progress
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.store import StoredObservation
 from keepset.recipe import Schedule

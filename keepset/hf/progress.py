@@ -1,16 +1,178 @@
-"""`Progress`: how far a cache has come, in lengths that are the same in all layers. `Event`: one compression."""
+"""`Progress`: how far a cache has come. `KnownTokens`: the known tokens of its text. `Event`: one compression.
+
+`generate` skips as many of the first ids as the cache has tokens, and assumes that they are the cache's. No hook on a
+model sees these ids. So `generate` is wrapped for caches that check their text (`KnowsText`). With any other cache it
+is unchanged."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import wraps
 from operator import add
+from typing import Any, Self, TypeGuard
 
 from jaxtyping import Bool, Int
 from torch import Tensor
+from transformers import GenerationMixin
 
+from keepset.contexts.fingerprint import text_digest
 from keepset.core.budget import Ranges
 from keepset.core.keep_set import KeepSet
-from keepset.hf.known_text import KnownTokens
+from keepset.errors import KeepsetError
+
+
+class KnownTokens(ABC):
+    """The first tokens of a cache, as far as they are known. It never changes, so copies share it.
+
+    Attributes:
+        given: how many of them were given by the caller; `generate` has chosen the later ones.
+    """
+
+    given: int
+
+    @abstractmethod
+    def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
+        """Return the first place where an input has another token; None if there is none."""
+
+    @abstractmethod
+    def first(self, length: int) -> Self | None:
+        """Return the known tokens among the first `length` tokens."""
+
+    @abstractmethod
+    def rows(self, rows: Int[Tensor, " rows"]) -> Self:
+        """Return the known tokens of a batch of these requests."""
+
+    def check(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None, logical: int) -> None:
+        """Refuse an input that begins with other tokens."""
+        other = self.first_other(ids, real)
+        if other is not None and other < self.given:
+            raise KeepsetError(
+                f"The cache holds {logical} tokens, and the input begins with others: make a new "
+                "keepset.Cache for each text, or ask several questions about one text on forks of its cache "
+                "(cache.fork())."
+            )
+        if other is not None:
+            warnings.warn(
+                "The input has other tokens than the cache in the place of those that were generated before, and the "
+                "cache keeps its own: add new tokens to the ids that generate has returned, or use a cache.fork() made "
+                "before it.",
+                stacklevel=4,
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class ToldTokens(KnownTokens):
+    """Tokens whose ids are known.
+
+    Attributes:
+        ids: of the tokens.
+    """
+
+    ids: Int[Tensor, "batch n"]
+    given: int
+
+    def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
+        n = min(self.ids.shape[1], ids.shape[1])
+        others = self.ids[:, :n] != ids[:, :n].to(self.ids.device)
+        if real is not None:
+            others &= real[:, :n].to(others.device)
+        places = others.any(0).nonzero()
+        return int(places[0]) if len(places) else None
+
+    def first(self, length: int) -> ToldTokens:
+        return replace(self, ids=self.ids[:, :length], given=min(self.given, length))
+
+    def rows(self, rows: Int[Tensor, " rows"]) -> ToldTokens:
+        return replace(self, ids=self.ids[rows.to(self.ids.device)])
+
+
+@dataclass(frozen=True, eq=False)
+class SavedText(KnownTokens):
+    """A text whose digest and number of tokens are in a file."""
+
+    digest: str
+    given: int
+
+    def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
+        if real is not None:  # padding may be any token, and the digest has a certain one
+            return None
+        texts = ids[:, : self.given].tolist()
+        return None if all(text_digest(text) == self.digest for text in texts) else 0
+
+    def first(self, length: int) -> SavedText | None:
+        return self if length >= self.given else None
+
+    def rows(self, rows: Int[Tensor, " rows"]) -> SavedText:
+        return self
+
+
+class KnowsText:
+    """A cache that learns the ids that `generate` is given, and those that it returns."""
+
+    progress: Any
+
+    def resume(self) -> None:
+        """Make the model continue with this cache's text, whatever other caches it ran with in between."""
+
+    def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
+        """Refuse the ids of a whole text, padding included, if they begin with other tokens than the cache holds.
+
+        Raises:
+            KeepsetError: tokens that were given before have changed. For generated tokens there is only a warning.
+        """
+        progress = self.progress
+        if progress is None or progress.known is None or ids.shape[1] <= progress.logical:
+            return
+        requests, rows = len(progress.tokens), len(ids)
+        if requests % rows == 0:  # else `update` says so
+            progress.known.check(ids.repeat_interleave(requests // rows, 0), progress.valid, progress.logical)
+
+    def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
+        """Record the ids of a whole text, the first of which the cache holds."""
+        progress = self.progress
+        if progress is None or len(progress.tokens) % len(ids):
+            return
+        rows = ids.repeat_interleave(len(progress.tokens) // len(ids), 0)
+        progress.known = ToldTokens(rows, given).first(progress.logical)
+
+
+def _watched(generate: Any) -> Any:
+    """Return `generate`, wrapped so that caches that know their text check and record it."""
+
+    @wraps(generate)
+    def watched(
+        self: GenerationMixin, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        past, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
+        if isinstance(past, KnowsText):
+            past.resume()
+        if not isinstance(past, KnowsText) or not _is_whole_text(ids, kwargs):
+            return generate(self, inputs, generation_config, *args, **kwargs)
+        past.check_text(ids)
+        output = generate(self, inputs, generation_config, *args, **kwargs)
+        sequences, config = ids, generation_config or self.generation_config
+        beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
+        # Generated rows of several beams are not in the order of the cache's requests.
+        if not kwargs.get("custom_generate") and beams == 1:
+            sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", ids)
+        past.remember_text(sequences, ids.shape[1])
+        return output
+
+    return watched
+
+
+def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
+    """Return whether these are the ids of all tokens: by transformers' rule they are as many as the mask covers."""
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or kwargs.get("inputs_embeds") is not None:
+        return False
+    mask = kwargs.get("attention_mask")
+    return mask is None or mask.shape[-1] == ids.shape[1]
+
+
+GenerationMixin.generate = _watched(GenerationMixin.generate)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from keepset.hf.layer import LayerState
 from keepset.hf.model_support import check_logits
 from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.progress import Event
-from keepset.methods.streaming_llm import StreamingLLM
+from keepset.methods.positions import StreamingLLM
 from keepset.recipe import Recipe
 
 _KEEP_ALL = Recipe.of(StreamingLLM(), keep=1.0)

@@ -13,16 +13,15 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from keepset.core.accumulator import Chunk
-from keepset.core.feature import Feature, Needs
+from keepset.core.feature import Chunk, Feature, Needs
 from keepset.core.features.moments import QueryMoments
-from keepset.core.features.window import WindowAttention, WindowSums
-from keepset.core.tensor_file import below
+from keepset.core.features.queries import WindowAttention, WindowSums
+from keepset.core.files import below
 from keepset.hf.attention import AttentionInput
 from keepset.hf.store import EntryStore
-from keepset.kernels.moments import Moments
+from keepset.kernels.columns import Moments
 from keepset.kernels.window import add_received
-from keepset.recording.features import RecordedFeatures, SummedFeature, moments_nbytes
+from keepset.recording import RecordedFeatures, SummedFeature, moments_nbytes
 
 _MOST = 8
 """The most queries that wait to be summed, which is the most that an event has to process."""

@@ -18,19 +18,17 @@ from transformers.cache_utils import (
 
 from keepset.contexts import schema
 from keepset.contexts.file import FILE, ContextReader, metadata_of, opened, write
-from keepset.contexts.fingerprint import difference, fingerprint
+from keepset.contexts.fingerprint import difference, fingerprint, text_digest
 from keepset.contexts.schema import FIGURES, LAYER, STATE
-from keepset.contexts.text_digest import text_digest
 from keepset.core.budget import Ranges
+from keepset.core.files import below
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
-from keepset.core.tensor_file import below
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.images import image_token_ids
-from keepset.hf.known_text import SavedText
+from keepset.hf.hooks import image_token_ids
 from keepset.hf.layer import DecodingPhase, LayerState
 from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.other_layers import own_layers, restore_states, states, states_of_a_token
-from keepset.hf.progress import Event, Progress
+from keepset.hf.progress import Event, Progress, SavedText
 from keepset.recipe import Recipe
 
 

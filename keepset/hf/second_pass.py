@@ -18,8 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from keepset.core.accumulator import widened
-from keepset.core.feature import Feature, Needs
+from keepset.core.feature import Feature, Needs, widened
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents

@@ -10,7 +10,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, upload, uses_triton
-from keepset.kernels.paged_arguments import Addresses, LayerPages
+from keepset.kernels.page_layout import Addresses, LayerPages
 
 
 def read_keys(

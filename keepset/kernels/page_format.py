@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Int8, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import CACHE_BLOCK, block_size
-from keepset.kernels.mixing import Mixing
+from keepset.kernels.entry_format import Mixing
 
 SCALE_BYTES = 4
 """Bytes of a scale, which is a float32."""

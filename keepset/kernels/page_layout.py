@@ -1,31 +1,15 @@
-"""Page tables of requests whose heads keep different numbers of entries, in closed form.
-
-The engine gives a request blocks. A block has one sub-page for each KV head. After an event the heads' lengths differ,
-so the request's sub-pages are numbered block after block and assigned anew:
-
-- at the event, head after head takes the pages that its kept entries fill;
-- after the event, a head takes the next page whenever its last one is full. Every head gets one entry for each token,
-  so it takes one page for every `block_size` tokens. Heads always take pages in the order in which they first fill up.
-
-So the number of any page follows from the counts at the newest event. Nothing is stored for a page, and nothing moves
-between events. A request without an event has a layout of zeros, which is the engine's own: page `i` of head `h` is
-number `i * kv_heads + h`. Compressed and other requests therefore share one call.
-
-Pages that several requests share are assigned differently, because no request may write to them. All full pages come
-first, through all layers that share the block table, up to a block's end; a layer with few entries lends pages to one
-with many. Then comes the last page of every head, head after head, in the request's first private block.
-
-So a page of one layer may lie in the cache of another. A layer's sub-page numbers continue into the caches of the
-following layers of its group, and from the last layer into the first.
-"""
+"""Page tables of requests whose heads keep different numbers of entries, and the arguments of kernels over pages."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+
+from keepset.kernels.softmax import GroupReduction, Softmax
 
 
 class PageLayout(NamedTuple):
@@ -185,3 +169,126 @@ def _numbers(
 def _ceil_div(numerator: Int[Tensor, "*shape"], denominator: int) -> Int[Tensor, "*shape"]:
     """Return the quotient, rounded up."""
     return (numerator + denominator - 1) // denominator
+
+
+LayerPages = Shaped[Tensor, "blocks kv_heads block_size width"]
+"""The cache of one layer; only an entry's numbers must be contiguous. A sub-page is `block * kv_heads + head`."""
+
+
+class Addresses(NamedTuple):
+    """Addresses at which the caches of layers begin.
+
+    Attributes:
+        on_device: addresses, on the layers' device.
+        aligned: whether each is a multiple of 16 bytes, which a GPU loads at once.
+    """
+
+    on_device: Int[Tensor, " layers"]
+    aligned: bool
+
+
+class PagedTokens(NamedTuple):
+    """New tokens of a step. Each sees its request's entries up to itself. All vectors are contiguous.
+
+    Attributes:
+        block_table: blocks of each row by logical position.
+        lengths: number of tokens of the request up to and with each token; 0 for padding tokens of the step.
+        longest: an upper bound of the lengths.
+        places: index of each token among the step's tokens; None: 0, 1, 2 and so on.
+        rows: each token's row of the block table; None together with `places`: token `i` has row `i`.
+        slots: slot of each token; negative for tokens that belong to no request, which are not written.
+    """
+
+    block_table: Int[Tensor, "rows width"]
+    lengths: Int[Tensor, " n"]
+    longest: int
+    places: Int[Tensor, " n"] | None = None
+    rows: Int[Tensor, " n"] | None = None
+    slots: Int[Tensor, " n"] | None = None
+
+
+class FiledLayouts(NamedTuple):
+    """The page layouts of all requests, each filed under the page that holds its request's newest token.
+
+    Attributes:
+        layout: the layout filed under each page, contiguous.
+        tokens: the request's number of tokens when its layout was filed.
+    """
+
+    layout: PageLayout
+    tokens: Int[Tensor, " pages"]
+
+    @classmethod
+    def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
+        """Return a table of zeros, without any request."""
+        shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
+        *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
+        return cls(PageLayout(*layout), tokens)
+
+
+class EntriesInPages(NamedTuple):
+    """Places of the entries of requests. All tensors are contiguous.
+
+    Attributes:
+        layout: the layout of each layer of a group, or of one layer that stands for all.
+        block_table: blocks of each request by logical position.
+        lengths: tokens of each request.
+        packed: how many of each head's first entries were packed at the newest event: those that it kept and, if heads
+            differ, those of later tokens of its step. Only these have stored positions and biases.
+        longest: an upper bound of a head's entries.
+    """
+
+    layout: PageLayout
+    block_table: Int[Tensor, "rows width"]
+    lengths: Int[Tensor, " rows"]
+    packed: Int[Tensor, "rows layers kv_heads"]
+    longest: int
+
+    def of_layers(self, places: range) -> EntriesInPages:
+        """Return the places of the entries in some layers of the group."""
+        some = slice(places.start, places.stop) if self.packed.shape[1] > 1 else slice(None)
+        return self._replace(layout=PageLayout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
+
+
+class RecordedQueries(NamedTuple):
+    """Queries of some requests after rotation, in each of some layers.
+
+    Attributes:
+        rings: buffers that hold the queries; each query's numbers are contiguous.
+        slots: slot of each request in the buffers.
+        places: index of each query in its slot.
+    """
+
+    rings: Float[Tensor, "layers slots places query_heads head_dim"]
+    slots: Int[Tensor, " rows"]
+    places: Int[Tensor, "rows n"]
+
+    def of_layers(self, layers: range) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
+        """Return the queries of some of these layers, layer after layer."""
+        chosen = self.rings[layers.start : layers.stop, self.slots[:, None], self.places]
+        return chosen.transpose(2, 3).flatten(0, 1)
+
+
+class ColumnTarget(NamedTuple):
+    """Columns to which the attention that entries receive is added; they are contiguous.
+
+    Attributes:
+        column: numbers of each slot `subpage * block_size + offset` of each layer of the group; written to.
+        last_visible: the last position that each query sees, in rising order; a negative one sees nothing.
+        unwritten: how many of each head's newest entries have no number in the column yet.
+        softmax: the layers' softmax; its sinks are `[layers, query_heads]`, for each layer of the group.
+        sums_of: how to reduce the query heads that share a KV head.
+        bias: bias of each slot, added to the logits of packed entries.
+        positions: position of each packed slot, int32 stored as float32 bits; None if queries see all kept entries.
+        own: the private column of each request, with a place for each entry in order, or None for a request whose
+            numbers are in `column`. Empty if no request has a private one.
+    """
+
+    column: Float[Tensor, "layers slots *group"]
+    last_visible: Int[Tensor, "rows n"]
+    unwritten: Int[Tensor, " rows"]
+    softmax: Softmax
+    sums_of: GroupReduction = GroupReduction.MEAN
+    bias: Float[Tensor, "layers slots"] | None = None
+    positions: Float[Tensor, "layers slots"] | None = None
+    own: Sequence[Float[Tensor, "layers kv_heads places *group"] | None] = ()

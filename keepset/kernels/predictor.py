@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import CACHE_BLOCK, block_size, launched_on, uses_triton
-from keepset.kernels.entry_code import encode, inputs_of
+from keepset.kernels.entry_format import encode, inputs_of
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.page_format import PageFormat
 

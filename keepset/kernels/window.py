@@ -1,16 +1,23 @@
-"""Attention that entries receive from a few queries, summed over the queries; the full matrix is never stored."""
+"""Attention that entries receive from a few queries, summed over the queries, in packed heads and in pages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.kernels.dispatch import CACHE_BLOCK, block_size, launched_on, uses_triton
+from keepset.kernels import page_layout
+from keepset.kernels.dispatch import CACHE_BLOCK, PRODUCT_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.packed import PackedHeads
+from keepset.kernels.page_entries import addresses_of, read_keys
+from keepset.kernels.page_format import PageFormat
+from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, LayerPages, PageGroup, RecordedQueries
 from keepset.kernels.softmax import GroupReduction, Softmax, normalised
 
 
@@ -153,3 +160,191 @@ def masked_softmax(
     if visible.shape[-1] == logits.shape[-1]:
         attention.masked_fill_(~visible.any(-1, keepdim=True), 0.0)
     return attention
+
+
+ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
+"""Returns the keys of whole sub-pages of one layer, each head's pages joined."""
+
+
+def add_received_in_pages(
+    caches: Sequence[LayerPages],
+    places: range,
+    queries: RecordedQueries,
+    entries: EntriesInPages,
+    received: ColumnTarget,
+    formats: Sequence[PageFormat] = (),
+) -> None:
+    """Add to a column the attention that every entry receives from some queries, summed over the queries.
+
+        column[slot of entry e] += sum over queries q of softmax(q @ keys' * scaling + bias)[e]
+
+    On a GPU this takes two launches for all layers, without a host sync.
+
+    Args:
+        caches: caches of the layers that share the block table; only an entry's numbers must be contiguous.
+        places: indices of the layers to add in.
+        queries: queries of these layers.
+        entries: places of the requests' entries in all layers.
+        received: the column, and how to sum.
+        formats: the formats of these layers' caches if they are quantised.
+    """
+    first = caches[0]
+    if uses_triton(first.device):
+        from keepset.kernels.triton import paged_window  # loads Triton
+
+        with launched_on(first.device):
+            for some, own in _mixed(queries, formats):
+                of_layers = range(places.start + some.start, places.start + some.stop)
+                paged_window.add_received(
+                    first, addresses_of(caches), of_layers, own, entries, received, formats[some.start : some.stop]
+                )
+        return
+
+    def read(place: int, table: Tensor) -> Tensor:
+        rows = read_keys(caches, place, table)
+        if not formats:
+            return rows
+        format = formats[place - places.start]
+        return format.decode(rows, format.key_scale)
+
+    group = PageGroup(places, len(caches), len(first))
+    add_received_by([partial(read, place) for place in places], first.shape[2], group, queries, entries, received)
+
+
+def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[tuple[range, RecordedQueries]]:
+    """Yield layers with their queries; if keys are mixed, copies of mixed queries, for some layers at a time."""
+    layers = range(len(queries.rings))
+    if not formats or (mixing := formats[0].mixing) is None:
+        yield layers, queries
+        return
+    (rows, n), (_, _, _, heads, head_dim) = queries.places.shape, queries.rings.shape
+    at_once = max(1, block_size(queries.rings.device, PRODUCT_BLOCK) // max(1, rows * n * heads * head_dim))
+    row, place = (torch.arange(size, device=queries.places.device) for size in (rows, n))
+    for first in layers[::at_once]:
+        some = layers[first : first + at_once]
+        own = queries.rings[some.start : some.stop, queries.slots[:, None], queries.places]
+        yield some, RecordedQueries(mixing.mixed_queries(own), row, place.expand(rows, n))
+
+
+def add_received_by(
+    readers: Sequence[ReadKeys],
+    size: int,
+    group: PageGroup,
+    queries: RecordedQueries,
+    entries: EntriesInPages,
+    received: ColumnTarget,
+) -> None:
+    """Compute `add_received_in_pages` in PyTorch; keys are read layer by layer."""
+    most = _most_pages(page_layout.entries(entries.layout, entries.lengths), size) * size
+    of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
+    at_once = max(1, block_size(entries.lengths.device, CACHE_BLOCK) // of_layer)
+    for first in range(0, len(readers), at_once):
+        part = range(first, min(first + at_once, len(readers)))
+        own = group._replace(places=group.places[part.start : part.stop])
+        heads = _Heads.of(entries.of_layers(own.places), own, size, received)
+        _add_received_of_layers(own.places, readers[part.start : part.stop], queries.of_layers(part), heads, received)
+
+
+class _Heads(NamedTuple):
+    """Places of the entries of all heads of all requests in some layers, padded to one length.
+
+    Attributes:
+        tables: sub-pages of each head.
+        slots: slot of each entry, in its layer's numbering.
+        exists, packed: which entries exist, and which were packed at the newest event.
+        positions: position of each entry that has no stored position.
+        written: how many entries of each head have a number in the column.
+        chosen: flat indices of the existing entries whose numbers are not in a private column.
+        known: which of these have a number.
+    """
+
+    tables: Int[Tensor, "layers heads pages"]
+    slots: Int[Tensor, "layers heads places"]
+    exists: Bool[Tensor, "layers heads places"]
+    packed: Bool[Tensor, "layers heads places"]
+    positions: Int[Tensor, "layers heads places"]
+    written: Int[Tensor, "layers heads"]
+    chosen: Int[Tensor, " n"]
+    known: Bool[Tensor, " n"]
+
+    @classmethod
+    def of(cls, entries: EntriesInPages, group: PageGroup, size: int, received: ColumnTarget) -> _Heads:
+        """Return the places of the entries in the group's layers; `entries` holds these layers only."""
+        counts = page_layout.entries(entries.layout, entries.lengths)
+        most = _most_pages(counts, size)
+        tables = page_layout.tables(entries.layout, counts, entries.block_table, size, most, group).long()
+        counts, packed = (part.expand(tables.shape[:3]) for part in (counts, entries.packed))
+        place = torch.arange(most * size, device=counts.device)
+        slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
+        # No entry since the event was dropped, so position minus place is the same for all of them. Kept entries are
+        # older than every query, so it does not matter that they get the positions just before.
+        positions = place + (entries.lengths[:, None, None] - counts)[..., None]
+        written, exists = counts - received.unwritten[:, None, None], place < counts[..., None]
+        parts = tables, slots, exists, place < packed[..., None], positions, written
+        tables, slots, exists, packed, positions, written = (part.transpose(0, 1).flatten(1, 2) for part in parts)
+        shared = exists
+        if received.own:
+            whose = torch.tensor([own is None for own in received.own], device=place.device)
+            shared = exists & whose.repeat_interleave(counts.shape[2])[:, None]
+        chosen = shared.flatten().nonzero()[:, 0]
+        known = (place < written[..., None]).flatten()[chosen]
+        return cls(tables, slots, exists, packed, positions, written, chosen, known)
+
+
+def _most_pages(counts: Int[Tensor, "rows layers kv_heads"], size: int) -> int:
+    """Return how many pages the head with most entries has."""
+    return -(-int(counts.max()) // size)
+
+
+def _add_received_of_layers(
+    places: range,
+    readers: Sequence[ReadKeys],
+    queries: Float[Tensor, "layers_rows query_heads n head_dim"],
+    heads: _Heads,
+    received: ColumnTarget,
+) -> None:
+    """Add the attention that entries of some layers receive."""
+    layers, number = heads.slots.shape[:2]
+    rows = len(queries) // layers
+    kv_heads, column, of_layer = number // rows, received.column.flatten(0, 1), received.column.shape[1]
+    # Page numbers continue into the following layers.
+    before = of_layer * torch.arange(places.start, places.stop, device=column.device)
+    slots, positions, biases = (before[:, None, None] + heads.slots) % len(column), heads.positions, None
+    if received.positions is not None:
+        positions = received.positions.view(-1)[slots].view(torch.int32).long().where(heads.packed, positions)
+    if received.bias is not None:
+        biases = received.bias.view(-1)[slots].where(heads.packed, 0)
+    grouped = queries.unflatten(1, (kv_heads, -1)).unflatten(0, (layers, rows)).flatten(1, 2)
+    last = received.last_visible.repeat_interleave(kv_heads, 0)
+    sums = column.new_empty(*slots.shape, *column.shape[1:])
+    at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, slots.shape[2] * queries.shape[-1]))
+    for layer, (place, read) in enumerate(zip(places, readers, strict=True)):
+        softmax = received.softmax.of_layer(place).by_query_group(rows, kv_heads)
+        for head in range(0, number, at_once):
+            some = slice(head, head + at_once)
+            part = layer, some
+            bias = None if biases is None else biases[part]
+            own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[some])
+            made = received_attention(
+                grouped[part], read(heads.tables[part]), positions[part], last[some], own,
+                heads.exists[part], received.sums_of, bias,
+            )  # fmt: skip
+            sums[part] = received.sums_of.of(made)
+    target = slots.flatten()[heads.chosen]
+    column[target] = sums.flatten(0, 2)[heads.chosen] + _numbers(column[target], heads.known)
+    for row, private in enumerate(received.own):
+        if private is None:
+            continue
+        for layer, place in enumerate(places):
+            for head, one in enumerate(range(row * kv_heads, (row + 1) * kv_heads)):
+                exists = int(heads.exists[layer, one].sum())
+                known = torch.arange(exists, device=column.device) < heads.written[layer, one]
+                numbers = private[place, head, :exists]
+                private[place, head, :exists] = sums[layer, one, :exists] + _numbers(numbers, known)
+
+
+def _numbers(
+    numbers: Float[Tensor, "entries *group"], known: Bool[Tensor, " entries"]
+) -> Float[Tensor, "entries *group"]:
+    """Return the numbers of entries, zero for those that have none yet."""
+    return numbers.where(known.view(-1, *[1] * (numbers.dim() - 1)), 0)

@@ -158,7 +158,7 @@ def _with_embedded_parts(measured: "Statistics") -> "Statistics":
     import torch
     from safetensors import safe_open
 
-    from keepset.core.predictor import Predictor
+    from keepset.core.statistics import Predictor
 
     trained = json.loads(_GATES.read_text("utf-8"))
     gates = {index: torch.tensor(trained["retrieval"][index]) for index in measured.layers}

@@ -137,7 +137,7 @@ def image_grids(model: "transformers.PreTrainedModel", inputs: Mapping[str, "Ten
     Images whose tokens are not one grid, such as those that a model cuts into tiles, are left out.
     """
     from keepset.core.budget import runs
-    from keepset.hf.images import image_token_ids  # imported here because it loads torch
+    from keepset.hf.hooks import image_token_ids  # imported here because it loads torch
 
     tokens = image_token_ids(model.config)
     where = runs([at for at, token in enumerate(inputs["input_ids"][0].tolist()) if token in tokens])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
+from keepset.core.features.queries import WindowAttention
 from keepset.core.features.runtime_features import ModelTables, Perplexity, RecentQueries
-from keepset.core.features.window import WindowAttention
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation

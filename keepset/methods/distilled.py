@@ -18,7 +18,7 @@ from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
 
 _CODE = "code"
-"""The name of the remembered codes (`keepset.kernels.entry_code.encode`). An entry that was not scored has 0."""
+"""The name of the remembered codes (`keepset.kernels.predictor.encode`). An entry that was not scored has 0."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
 from keepset.kernels.dispatch import upload
 from keepset.kernels.softmax import normalised
-from keepset.methods.random import normal, stream
+from keepset.methods.positions import normal, stream
 
 
 @dataclass(frozen=True)

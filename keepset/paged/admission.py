@@ -10,7 +10,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EvictionSchedule
 
 _PIECE = 128
 """The least number of steps that are added to a request's forecast at once: fewer are not worth a call."""

@@ -15,11 +15,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.kernels import page_layout
-from keepset.kernels.page_layout import PageGroup, PageLayout
+from keepset.kernels.page_layout import EntriesInPages, PageGroup, PageLayout
 from keepset.kernels.paged import shift_step
-from keepset.kernels.paged_arguments import EntriesInPages
-from keepset.paged.eviction_event import EventPages, OccupiedPages, PageAssignment
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EventPages, EvictionSchedule, OccupiedPages, PageAssignment
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.features.window import WindowAttention
+from keepset.core.features.queries import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import BIAS
-from keepset.paged.eviction_event import OccupiedPages
+from keepset.paged.eviction import OccupiedPages
 from keepset.recipe import Recipe
 
 POSITION = "position"

@@ -23,9 +23,9 @@ from keepset.core.keep_set import LayerKeepSet, LazyHostInts
 from keepset.core.observation import BIAS, Observation
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
-from keepset.paged.emptied_blocks import EmptiedBlocks
-from keepset.paged.eviction_event import EvictionEvent, PageAssignment, max_layers_per_event
+from keepset.paged.eviction import EvictionEvent, PageAssignment, max_layers_per_event
 from keepset.paged.layer_group import LayerGroup
+from keepset.paged.layout_table import EmptiedBlocks
 from keepset.paged.pages import WORKSPACE, PagedEntries, PagedObservation
 from keepset.paged.step import StepBatch, StepPlan
 

@@ -21,7 +21,7 @@ from keepset.paged.pages import PagedEntries
 from keepset.paged.planner import Planner
 from keepset.paged.ragged_heads import RaggedHeadTables
 from keepset.paged.step import LayerOperation, StepPlan
-from keepset.recording.ring import QueryRing
+from keepset.recording import QueryRing
 
 CountEviction = Callable[..., None]
 """Counts compressions. It takes by keyword `events` (requests; 0 where the first layer is not among them),

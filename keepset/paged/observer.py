@@ -12,25 +12,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core import tables
-from keepset.core.accumulator import Chunk, QuerySource, RequestKeys, Turn
-from keepset.core.feature import Feature, Needs
+from keepset.core.feature import Chunk, Feature, Needs, QuerySource, RequestKeys, Turn
 from keepset.core.features.moments import QueryMoments
+from keepset.core.features.queries import WindowSums
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables
-from keepset.core.features.window import WindowSums
 from keepset.core.rope import RotaryTable, matches_unrotated
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import HeadShare
 from keepset.errors import UnsupportedModelError
-from keepset.kernels.moments import Moments
-from keepset.kernels.paged_arguments import ColumnTarget, RecordedQueries
+from keepset.kernels.columns import Moments
+from keepset.kernels.page_layout import ColumnTarget, RecordedQueries
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
-from keepset.paged.eviction_event import EvictionEvent, OccupiedPages
+from keepset.paged.eviction import EvictionEvent, OccupiedPages
 from keepset.paged.pages import add_received, decoded_keys
 from keepset.paged.query_records import PromptChunk, QueryAddition
-from keepset.recording.features import Recording, SummedFeature
-from keepset.recording.ring import QueryRing, of_step
+from keepset.recording import QueryRing, Recording, SummedFeature, of_step
 
 
 class Observer:

@@ -15,10 +15,9 @@ from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import uses_triton
 from keepset.kernels.page_entries import read_keys, read_pages, take_entries, write_entries
 from keepset.kernels.page_format import PageFormat, decode_layers, encode_layers
-from keepset.kernels.page_layout import PageGroup
-from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, LayerPages, RecordedQueries
-from keepset.kernels.paged_window import add_received_by, add_received_in_pages
+from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, LayerPages, PageGroup, RecordedQueries
 from keepset.kernels.predictor import Networks, entry_codes_in_pages
+from keepset.kernels.window import add_received_by, add_received_in_pages
 
 if TYPE_CHECKING:
     from keepset.paged.engine import Pages

@@ -8,16 +8,15 @@ from typing import NamedTuple
 
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables, EqualHeadTables
-from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize
-from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_length
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EvictionEvent, EvictionSchedule, batches_of_similar_length
+from keepset.paged.layout_table import EmptiedBlocks
 from keepset.paged.ragged_heads import RaggedHeadTables
 from keepset.paged.recording_plan import RecordingPlanner
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
-from keepset.recording.features import Recording
+from keepset.recording import Recording
 
 
 class _EventKind(NamedTuple):

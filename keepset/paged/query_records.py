@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Accumulators
-from keepset.kernels.paged_arguments import EntriesInPages
+from keepset.kernels.page_layout import EntriesInPages
 
 if TYPE_CHECKING:
     from keepset.paged.layer_group import LayerGroup

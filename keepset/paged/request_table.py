@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from keepset.paged.engine import EngineSize
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EvictionSchedule
 from keepset.paged.query_records import QueryRecord, slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch
 

@@ -10,10 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.kernels.page_layout import PageGroup, PageLayout
-from keepset.kernels.paged_arguments import PagedTokens
-from keepset.paged.eviction_event import EvictionEvent
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.kernels.page_layout import PagedTokens, PageGroup, PageLayout
+from keepset.paged.eviction import EvictionEvent, EvictionSchedule
 from keepset.paged.query_records import QueryAddition
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from keepset.contexts import file as context_files
 from keepset.defaults import ANSWERED_AT_ONCE, Default, default_recipe
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
-from keepset.vllm.engine_args import as_words, engine_args
 from keepset.vllm.recipe_support import INT8, EngineLimits, nearest, one_rotation
-from keepset.vllm.settings import KEY, SIGNED
+from keepset.vllm.settings import KEY, SIGNED, as_words, engine_args
 
 _ADDITIONAL = "--additional-config"
 _MIDDLEWARE = "keepset.serving.middleware.RequestMiddleware"

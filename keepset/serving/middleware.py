@@ -21,11 +21,9 @@ from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.vllm import stats
-from keepset.vllm.contexts import ContextLibrary
-from keepset.vllm.owned_contexts import EVERYBODY, SUFFIX, check_save, owner_of
-from keepset.vllm.request_options import RequestOptions, parse_options
+from keepset.vllm.contexts import EVERYBODY, SUFFIX, ContextLibrary, check_save, owner_of
+from keepset.vllm.request_options import RequestOptions, has_key, parse_options
 from keepset.vllm.settings import KEY, contexts_of, is_compressed, is_signed, recipe_of, save_limit_of
-from keepset.vllm.signing import has_key
 
 Scope = dict[str, Any]
 Message = dict[str, Any]

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 
 from keepset.errors import UnsupportedEngineError
-from keepset.kernels.mixing import Mixing
+from keepset.kernels.entry_format import Mixing
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import LayerAdapter, Pages

@@ -19,8 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.vllm.attention import CompressedAttentionImpl, CompressedImpl
-from keepset.vllm.cpu_pages import CPUPages
-from keepset.vllm.cpu_rows import RowsImpl, RowsMetadataBuilder, RowsMixin, attend_ragged
+from keepset.vllm.cpu_pages import CPUPages, RowsImpl, RowsMetadataBuilder, RowsMixin, attend_ragged
 from keepset.vllm.engine_context import EngineContext, PlannedStep, activate, active
 from keepset.vllm.formats import WHOLE, as_on_gpus
 from keepset.vllm.latents import LatentImpl

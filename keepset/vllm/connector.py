@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 
 from keepset.core.budget import Budget, Ranges, runs
 from keepset.errors import KeepsetError, UnsupportedEngineError
-from keepset.paged.emptied_blocks import RequestKey
+from keepset.paged.layout_table import RequestKey
 from keepset.paged.request_table import RequestOverrides
 from keepset.recipe import Recipe
 from keepset.vllm import stats
@@ -38,9 +38,8 @@ from keepset.vllm.compat import drafted_tokens
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.recipe_support import rotates
-from keepset.vllm.request_options import RequestOptions, from_signed, parse_options
+from keepset.vllm.request_options import SIGNING_KEY, RequestOptions, from_signed, has_key, parse_options
 from keepset.vllm.settings import KEY, is_compressed, is_signed, recipe_of
-from keepset.vllm.signing import SIGNING_KEY, has_key
 from keepset.vllm.spec import KeepSpec
 
 logger = init_logger(__name__)

@@ -25,12 +25,10 @@ from keepset.errors import KeepsetError
 from keepset.paged.contexts import ContextPlacement
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, StepMessage
-from keepset.vllm.context_loader import ContextLoader, LoadJob
-from keepset.vllm.context_saver import ContextSaver, SaveJob, at_rest
-from keepset.vllm.contexts import ContextLibrary, SavedContext
+from keepset.vllm.context_transfer import ContextLoader, ContextSaver, LoadJob, SaveJob, at_rest
+from keepset.vllm.contexts import ContextLibrary, OwnedContexts, SavedContext, check_save
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
-from keepset.vllm.owned_contexts import OwnedContexts, check_save
 from keepset.vllm.request_options import RequestOptions
 from keepset.vllm.settings import contexts_of, save_limit_of
 

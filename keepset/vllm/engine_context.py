@@ -20,15 +20,15 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
-from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_execution import EventQueue
-from keepset.paged.eviction_schedule import group_leader
+from keepset.paged.eviction import group_leader
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.layout_table import EmptiedBlocks
+from keepset.paged.ragged_heads import PerHeadSequences
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
-from keepset.recording.features import Recording
+from keepset.recording import Recording
 from keepset.vllm import stats
 from keepset.vllm.compat import (
     all_layers,
@@ -39,10 +39,9 @@ from keepset.vllm.compat import (
     layer_specs,
 )
 from keepset.vllm.formats import ROW_SCALES, check_rows
-from keepset.vllm.memory import QueryBuffers, Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
-from keepset.vllm.spec import KeepSpec
+from keepset.vllm.spec import KeepSpec, QueryBuffers, Shape, reserve
 from keepset.vllm.validation import (
     LAYERS_THAT_DRAFT,
     check,

@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from keepset.errors import UnsupportedEngineError
-from keepset.kernels.mixing import Mixing, mixing_of
+from keepset.kernels.entry_format import Mixing, mixing_of
 from keepset.kernels.page_format import SCALE_BYTES, PageFormat
 from keepset.vllm.compat import write_rows
 from keepset.vllm.recipe_support import INT8

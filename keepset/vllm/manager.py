@@ -16,7 +16,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.paged.admission import Admission
 from keepset.paged.contexts import ContextPlacement
 from keepset.paged.engine import SchedulerAdapter
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EvictionSchedule
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.compat import hide_answer

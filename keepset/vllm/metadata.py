@@ -17,7 +17,7 @@ from keepset.core.statistics import HeadShare
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import EngineSize, Pages, StepAdapter
-from keepset.paged.eviction_schedule import group_leader
+from keepset.paged.eviction import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan

@@ -14,7 +14,7 @@ from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, QuantizedEntries
 from keepset.core.method import Allocator, Method
 from keepset.core.traits import Traits
-from keepset.methods.snapkv import SnapKV
+from keepset.methods.window import SnapKV
 from keepset.recipe import Recipe, check_schedule
 
 INT8 = "int8_per_token_head"

@@ -1,9 +1,13 @@
-"""Options that a request gives keepset: in the body sent to a server, or in `SamplingParams(extra_args=...)`."""
+"""Options that a request gives keepset, and the signatures that show that a server's front end has checked them."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import hmac
 import json
+import os
+import secrets
 from dataclasses import dataclass, replace
 from reprlib import repr as shortened
 from typing import Any
@@ -11,9 +15,50 @@ from typing import Any
 from keepset.core.budget import KINDS, LIMIT, Ranges
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe, nearest
-from keepset.vllm.owned_contexts import EVERYBODY
+from keepset.vllm.contexts import EVERYBODY
 from keepset.vllm.settings import KEY
-from keepset.vllm.signing import signed, verified
+
+SIGNING_KEY = "KEEPSET_SIGNING_KEY"
+"""The environment variable that holds the key."""
+
+
+def new_key() -> str:
+    """Return a key for one start of a server."""
+    return secrets.token_hex(32)
+
+
+def has_key() -> bool:
+    """Return whether this process has a key."""
+    return bool(os.environ.get(SIGNING_KEY))
+
+
+def signed(text: str) -> str:
+    """Return a text with its signature in front."""
+    return f"{_signature(text)} {text}"
+
+
+def verified(value: Any) -> str:
+    """Return the text that `signed` has signed.
+
+    Args:
+        value: the value that reached the engine; anything but a signed text is refused.
+
+    Raises:
+        KeepsetError: it is something else, or the signature was made with another key.
+    """
+    signature, _, text = value.partition(" ") if isinstance(value, str) else ("", "", "")
+    if not hmac.compare_digest(signature.encode(errors="replace"), _signature(text).encode()):
+        raise KeepsetError(
+            f"{KEY} came by a route on which this server does not check it: give it at the top of the body of a "
+            "request to a route that takes it."
+        )
+    return text
+
+
+def _signature(text: str) -> str:
+    key = os.environ[SIGNING_KEY].encode()
+    return hmac.new(key, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
+
 
 MAX_BYTES = 2**16
 """The most bytes of JSON of one request's options: twice what `MAX_RANGES` ranges of seven-digit tokens take."""

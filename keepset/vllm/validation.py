@@ -25,10 +25,9 @@ from vllm.v1.kv_cache_interface import (
 
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
-from keepset.paged.eviction_schedule import one_table
+from keepset.paged.eviction import one_table
 from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
-from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
 from keepset.vllm.recipe_support import COUNTED_AHEAD, INT8, lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
@@ -39,6 +38,7 @@ from keepset.vllm.settings import (
     has_connector,
     is_compressed,
     limits_of,
+    serve_options,
 )
 
 LAYERS_THAT_DRAFT = ("eagle", "eagle3", "mtp")
@@ -185,7 +185,7 @@ def how_to_start(config: VllmConfig, recipe: Recipe) -> str:
         [*([repr(str(own))] if own is not None else []), *([f"contexts={str(contexts)!r}"] if contexts else [])]
     )
     return (
-        f"write LLM(model, **keepset.vllm.engine_args({options})), or start vllm serve MODEL with "
+        f"write LLM(model, **keepset.vllm.settings({options})), or start vllm serve MODEL with "
         f"{serve_options(own, contexts=contexts)}"
     )
 

@@ -15,10 +15,8 @@ import torch
 from hypothesis import strategies as st
 
 from keepset import Budget, Method, Observation
-from keepset.allocators.adakv import AdaKV
-from keepset.allocators.chunkkv import ChunkKV
+from keepset.allocators.heads import AdaKV, ChunkKV, Uniform
 from keepset.allocators.pool import Composite, Pool
-from keepset.allocators.uniform import Uniform
 from tests.methods.naive import Given, Shape, observe
 
 Scores = list[list[list[float]]]

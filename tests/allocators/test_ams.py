@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepset import Budget, Observation, Recipe
 from keepset.allocators.ams import AMS
 from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, sums, top_of_segments, trimmed
-from keepset.methods.tova import TOVA
+from keepset.methods.window import TOVA
 from tests.methods.naive import EXACT, Given, Shape, every_shape, heads_of, kept, length_of, observe, window_attention
 from tests.tiers import examples
 

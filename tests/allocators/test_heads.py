@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepset import METHODS, Budget, KeepsetError, Observation
-from keepset.allocators.adakv import AdaKV
-from keepset.allocators.chunkkv import ChunkKV
-from keepset.allocators.criticalkv import CriticalKV
-from keepset.allocators.pyramid import Pyramid
-from keepset.allocators.uniform import Uniform
+from keepset.allocators.heads import AdaKV, ChunkKV, CriticalKV, Uniform
+from keepset.allocators.layers import Pyramid
 from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.method import Allocator, Method
-from keepset.methods.knorm import Knorm
-from keepset.methods.snapkv import SnapKV
+from keepset.methods.keys import Knorm
+from keepset.methods.window import SnapKV
 from tests.methods.naive import DTYPES, EXACT, SHAPES, Given, Shape, every_shape, heads_of, length_of, observe
 from tests.tiers import examples
 

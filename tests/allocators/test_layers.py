@@ -14,15 +14,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keepset import Budget, Method, Observation
-from keepset.allocators.adakv import AdaKV
-from keepset.allocators.criticalkv import CriticalKV
-from keepset.allocators.dynamic import Dynamic
-from keepset.allocators.layers import LayerAllocator, divide, padded, pooled_counts, total_entries
-from keepset.allocators.pyramid import Pyramid
-from keepset.allocators.zigzag import ZigZag
+from keepset.allocators.heads import AdaKV, CriticalKV
+from keepset.allocators.layers import (
+    Dynamic,
+    LayerAllocator,
+    Pyramid,
+    ZigZag,
+    divide,
+    padded,
+    pooled_counts,
+    total_entries,
+)
 from keepset.kernels.softmax import Softmax
-from keepset.methods.knorm import Knorm
-from keepset.methods.snapkv import SnapKV
+from keepset.methods.keys import Knorm
+from keepset.methods.window import SnapKV
 from tests.allocators.formulas import Scores, given_scores, rounded
 from tests.methods.naive import (
     DTYPES,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.allocators.match import Match
+from keepset.allocators.post_processors import Match
 from keepset.core.features.queries import PaddedQueries, Reference, ReferenceQueries
 from keepset.core.observation import BIAS
 from keepset.hf.prompt_session import PromptSession

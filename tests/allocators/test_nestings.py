@@ -10,7 +10,7 @@ from keepset import Budget, Method, Recipe, Schedule
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import forecast_quotas
 from keepset.errors import RecipeError
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EvictionSchedule
 from tests.allocators.nestings import AROUND, CAPS, HEADS, LAYERS, Held, Nesting, allowed, made, refusals
 from tests.methods.naive import Shape, random_statistics
 from tests.tiers import examples

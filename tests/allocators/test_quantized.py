@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import keepset
-from keepset.allocators.quantized import FEW_BYTES
+from keepset.allocators.post_processors import FEW_BYTES
 from keepset.errors import KeepsetError, RecipeError
 from keepset.hf.batch import go_together
 from keepset.kernels.entry_format import FORMATS

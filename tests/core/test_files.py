@@ -16,9 +16,8 @@ from torch import Tensor
 
 from keepset import KeepsetError
 from keepset.core import statistics, tables
-from keepset.core.files import check_replaceable, quoted
+from keepset.core.files import TensorFile, check_replaceable, opened, quoted
 from keepset.core.statistics import Statistics
-from keepset.core.tensor_file import TensorFile, opened
 from keepset.lab.report import page
 from tests.core.test_tables import PROVENANCE, TENSORS, random_tables
 from tests.methods.naive import Shape, random_statistics

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.core.accumulator import Chunk, QuerySource, Turn
-from keepset.core.feature import Needs
+from keepset.core.feature import Chunk, Needs, QuerySource, Turn
 from keepset.core.features.queries import ReferenceQueries
 from keepset.kernels.softmax import Softmax
 

@@ -18,8 +18,8 @@ from transformers import AttentionInterface
 import keepset
 from keepset.core.feature import Needs
 from keepset.core.features.moments import QueryDistribution, QueryMoments
+from keepset.core.features.queries import WindowAttention, WindowSums
 from keepset.core.features.runtime_features import RecentQueries
-from keepset.core.features.window import WindowAttention, WindowSums
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.traits import Traits

@@ -16,7 +16,7 @@ from torch import Tensor
 import keepset
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
-from keepset.core.features.window import WindowAttention
+from keepset.core.features.queries import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from tests.allocators.nestings import AROUND, CAPS, Nesting, allowed, made

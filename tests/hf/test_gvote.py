@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import keepset
-from keepset.methods.random import normal, stream
+from keepset.methods.positions import normal, stream
 from tests.hf.models import full, generate, hidden_states, kept_of, oracle_gap, padded_prompt, prompt, tiny
 from tests.methods.test_gvote import needed
 

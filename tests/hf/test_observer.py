@@ -11,7 +11,7 @@ from torch import Tensor
 
 import keepset
 from keepset import Budget, KeepSet, Observation, Recipe
-from keepset.methods.tova import TOVA
+from keepset.methods.window import TOVA
 from tests.hf.models import generate, prompt, same_keep_set, tiny
 
 

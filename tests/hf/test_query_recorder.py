@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 import keepset
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
+from keepset.core.features.queries import WindowAttention
 from keepset.core.features.runtime_features import RecentQueries
-from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.traits import Traits

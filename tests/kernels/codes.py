@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keepset.kernels.entry_code import decode
+from keepset.kernels.entry_format import decode
 
 
 def check_same_codes(some: Tensor, others: Tensor, share: float) -> None:

@@ -20,17 +20,15 @@ from triton.compiler import ASTSource
 from keepset.kernels import dispatch
 from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.columns import attention_columns
-from keepset.kernels.entry_format import FORMATS
-from keepset.kernels.mixing import Mixing
+from keepset.kernels.entry_format import FORMATS, Mixing
 from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import PageFormat
+from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
-from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
-from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_codes, entry_codes_in_pages, turns_of
 from keepset.kernels.softmax import GroupReduction, Softmax
-from keepset.kernels.window import add_received
+from keepset.kernels.window import add_received, add_received_in_pages
 from tests.posing import LAUNCHED
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]

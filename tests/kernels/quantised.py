@@ -8,7 +8,7 @@ import struct
 import torch
 from torch import Tensor
 
-from keepset.kernels.mixing import Mixing
+from keepset.kernels.entry_format import Mixing
 from keepset.kernels.page_format import PageFormat
 from tests.kernels.few_bits import matrix
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keepset.core.accumulator import Chunk
+from keepset.core.feature import Chunk
 from keepset.core.features.attention import AttentionColumns
 from keepset.kernels import columns
 from keepset.kernels.columns import (

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from keepset.kernels.attention import append_entries, ragged_attention
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
-from keepset.kernels.page_layout import PageLayout
+from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, PagedTokens, PageLayout, RecordedQueries
 from keepset.kernels.paged import append_to_pages, paged_attention
-from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, PagedTokens, RecordedQueries
-from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.softmax import Softmax
-from keepset.kernels.window import add_received
+from keepset.kernels.window import add_received, add_received_in_pages
 from tests.kernels.interpreter import on_operators
 from tests.kernels.test_attention import packed_heads
 

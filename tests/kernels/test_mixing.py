@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from keepset.kernels.mixing import mixing, mixing_of
+from keepset.kernels.entry_format import mixing, mixing_of
 from tests.kernels.few_bits import matrix
 from tests.kernels.test_attention import ROUNDING, seeded
 

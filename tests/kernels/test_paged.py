@@ -14,9 +14,8 @@ from torch import Tensor
 
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import PageFormat
-from keepset.kernels.page_layout import PageLayout
+from keepset.kernels.page_layout import FiledLayouts, PagedTokens, PageLayout
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
-from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.softmax import Softmax
 from tests.kernels.quantised import ALL_FORMATS, quantised
 from tests.kernels.test_attention import TOLERANCE, attention_of, seeded

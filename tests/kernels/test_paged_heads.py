@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels import paged_heads
+from keepset.kernels import paged
 from keepset.kernels.page_entries import read_pages
-from keepset.kernels.paged_heads import attend_heads
+from keepset.kernels.paged import attend_heads
 from keepset.kernels.softmax import Softmax
 from tests.kernels.quantised import format_of, meant, random_rows
 from tests.kernels.test_attention import TOLERANCE, seeded
@@ -100,11 +100,11 @@ def test_heads_of_about_one_length_are_computed_together(monkeypatch: pytest.Mon
     """Each once, none padded by more than a quarter, and no block beyond its size but of a single head."""
     monkeypatch.setattr(paged_heads, "PRODUCT_BLOCK", 1000)
     sizes = [0, 100, 3, 120, 40, 41, 0, 5, 1000, 124, 42]
-    groups = list(paged_heads._of_similar_size(sizes, 2))
+    groups = list(paged._of_similar_size(sizes, 2))
     assert sorted(head for group in groups for head in group) == list(range(len(sizes)))
     for group in groups:
         longest, shortest = max(sizes[head] for head in group), min(sizes[head] for head in group)
         assert longest <= 1.25 * shortest
         assert len(group) == 1 or len(group) * longest * 2 <= 1000
     assert [0, 6] in groups and [4, 5, 10] in groups
-    assert list(paged_heads._of_similar_size([], 2)) == []
+    assert list(paged._of_similar_size([], 2)) == []

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
-from keepset.kernels.paged_window import add_received_in_pages
+from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, PageLayout, RecordedQueries
 from keepset.kernels.softmax import GroupReduction, Softmax
+from keepset.kernels.window import add_received_in_pages
 from tests.kernels.quantised import ALL_FORMATS
 from tests.kernels.test_attention import seeded
 from tests.kernels.test_paged import Case, _slots, at, stored_as

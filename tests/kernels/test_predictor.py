@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keepset.kernels import predictor
-from keepset.kernels.entry_code import decode, encode
+from keepset.kernels.entry_format import decode, encode
 from keepset.kernels.page_entries import _table, read_pages
 from keepset.kernels.predictor import Networks, entry_codes, entry_codes_in_pages, turns_of
 from tests.kernels.codes import check_same_codes

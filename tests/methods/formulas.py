@@ -24,19 +24,11 @@ from keepset.core.features.runtime_features import ModelStatistics, OutputProjec
 from keepset.core.statistics import LayerStatistics
 from keepset.methods.distilled import Distilled
 from keepset.methods.expected_attention import ExpectedAttention
-from keepset.methods.h2o import H2O
-from keepset.methods.keydiff import KeyDiff
-from keepset.methods.knorm import Knorm
-from keepset.methods.lagkv import LagKV
-from keepset.methods.prompt_queries import PromptQueries
-from keepset.methods.qfilter import QFilter
-from keepset.methods.r_kv import RKV
-from keepset.methods.rpc import RPC
-from keepset.methods.second_pass import SecondPassAttention
-from keepset.methods.snapkv import SnapKV
-from keepset.methods.streaming_llm import StreamingLLM
-from keepset.methods.tova import TOVA
-from keepset.methods.triattention import TriAttention
+from keepset.methods.keys import KeyDiff, Knorm, LagKV
+from keepset.methods.measured import QFilter, TriAttention
+from keepset.methods.positions import StreamingLLM
+from keepset.methods.second_pass import PromptQueries, SecondPassAttention
+from keepset.methods.window import H2O, RKV, RPC, TOVA, SnapKV
 from tests.methods.naive import (
     EXACT,
     MAX,

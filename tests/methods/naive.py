@@ -18,8 +18,7 @@ from keepset.core.features.attention import AttentionColumns, PromptQueryAttenti
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics, OutputProjection
 from keepset.core.method import Allocator
-from keepset.core.predictor import Predictor
-from keepset.core.statistics import LayerStatistics, Statistics
+from keepset.core.statistics import LayerStatistics, Predictor, Statistics
 from keepset.kernels.columns import ColumnStatistic
 
 ROPE_BASE = 100.0

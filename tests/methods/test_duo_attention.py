@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.statistics import Statistics
-from keepset.methods.duo_attention import DuoAttention
+from keepset.methods.measured import DuoAttention
 from tests.methods.naive import Shape, observe, random_statistics, sets_of
 from tests.tiers import examples
 

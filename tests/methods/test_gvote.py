@@ -16,7 +16,7 @@ from keepset import Budget, Observation, Recipe
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments
 from keepset.kernels.softmax import Softmax
 from keepset.methods.gvote import GVote, nucleus
-from keepset.methods.random import normal, stream
+from keepset.methods.positions import normal, stream
 from tests.methods.naive import (
     HIDDEN,
     Rope,

@@ -23,20 +23,14 @@ from keepset.core.features.runtime_features import ModelStatistics, OutputProjec
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.softmax import Softmax
-from keepset.methods import expected_attention, r_kv
+from keepset.methods import expected_attention, window
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.gvote import GVote
-from keepset.methods.h2o import H2O
-from keepset.methods.keydiff import KeyDiff
-from keepset.methods.lagkv import LagKV
-from keepset.methods.prompt_queries import PromptQueries
-from keepset.methods.qfilter import QFilter
-from keepset.methods.r_kv import RKV
-from keepset.methods.random import Random
-from keepset.methods.rpc import RPC
-from keepset.methods.second_pass import SecondPassAttention
-from keepset.methods.snapkv import SnapKV
-from keepset.methods.triattention import TriAttention
+from keepset.methods.keys import KeyDiff, LagKV
+from keepset.methods.measured import QFilter, TriAttention
+from keepset.methods.positions import Random
+from keepset.methods.second_pass import PromptQueries, SecondPassAttention
+from keepset.methods.window import H2O, RKV, RPC, SnapKV
 from tests.methods.formulas import FORMULAS, matmul, mean_rotation, naive_scores, observed, transposed
 from tests.methods.naive import (
     EXACT,
@@ -220,7 +214,7 @@ def test_a_channel_that_does_not_vary_counts_as_zero() -> None:
 
 @pytest.mark.parametrize("block", [1, 60])
 def test_blocks_of_similarities_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(r_kv, "_BLOCK", block)
+    monkeypatch.setattr(window, "_BLOCK", block)
     method = RKV(window=3, threshold=0.2)
     for shape in SHAPES:
         observation = observed(method, shape)

@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 
 from keepset import Observation, Recipe
-from keepset.core.features.window import WindowAttention
+from keepset.core.features.queries import WindowAttention
 from keepset.core.observation import BIAS
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
-from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize
 from keepset.paged.event_execution import EventQueue
-from keepset.paged.eviction_schedule import EvictionSchedule, group_leader
+from keepset.paged.eviction import EvictionSchedule, group_leader
 from keepset.paged.layer_group import LayerGroup
+from keepset.paged.layout_table import EmptiedBlocks
 from keepset.paged.pages import StridedPages
-from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
+from keepset.paged.ragged_heads import PerHeadSequences
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
-from keepset.recording.features import Recording
-from keepset.recording.ring import QueryRing
+from keepset.recording import QueryRing, Recording
 from tests.paged.reference import blocks_gone, budget_of, is_executed, newest_event
 
 LAYERS, KV_HEADS, GROUP, DIM, BLOCK = (0, 1, 2), 2, 2, 8, 4

@@ -17,16 +17,15 @@ from keepset.core.rope import RotaryTable
 from keepset.kernels import page_entries
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.softmax import Softmax
-from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize, QueryProjection
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
+from keepset.paged.layout_table import EmptiedBlocks
 from keepset.paged.pages import StridedPages
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch
-from keepset.recording.features import Recording
-from keepset.recording.ring import QueryRing
+from keepset.recording import QueryRing, Recording
 
 REQUESTS = 8
 """That run at once, at most."""

@@ -20,7 +20,7 @@ from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import BIAS, Observation
 from keepset.core.traits import Traits, combine
-from keepset.methods.snapkv import SnapKV
+from keepset.methods.window import SnapKV
 
 
 @dataclass(frozen=True)

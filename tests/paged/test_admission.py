@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keepset import Recipe
 from keepset.paged.admission import Admission
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EvictionSchedule
 from tests.tiers import examples
 
 LAYERS = (0, 1)

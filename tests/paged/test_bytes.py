@@ -10,8 +10,7 @@ from keepset.kernels.softmax import Softmax
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
 from keepset.paged.query_records import slots_for
-from keepset.recording.features import Recording
-from keepset.recording.ring import QueryRing
+from keepset.recording import QueryRing, Recording
 from tests.paged.layers import batch_of, planner_of
 
 REQUESTS, BLOCK = 64, 16

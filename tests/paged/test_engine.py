@@ -7,7 +7,7 @@ import random
 import pytest
 
 from keepset import Recipe
-from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.eviction import EvictionSchedule
 from tests.paged.engine import BLOCK, Engine, Request
 from tests.tiers import FULL
 

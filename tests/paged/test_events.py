@@ -16,9 +16,9 @@ from keepset.core.statistics import save
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.predictor import entry_codes
 from keepset.paged import event_execution
-from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
+from keepset.paged.layout_table import EmptiedBlocks
 from keepset.paged.query_records import QueryAddition
 from keepset.paged.step import StepPlan
 from tests.kernels.codes import check_same_codes

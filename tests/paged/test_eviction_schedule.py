@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keepset import Observation, Recipe
 from keepset.core.features.moments import QueryDistribution, QueryMoments
-from keepset.paged.eviction_schedule import GROUPS, EvictionSchedule, group_leader, one_table
+from keepset.paged.eviction import GROUPS, EvictionSchedule, group_leader, one_table
 from tests.paged.reference import is_executed, newest_event
 from tests.tiers import examples
 
@@ -196,7 +196,7 @@ def test_nothing_is_foreseen_where_the_data_decide() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepset.paged.eviction_schedule._CACHED", 100)
+    monkeypatch.setattr("keepset.paged.eviction._CACHED", 100)
     schedule = timeline_of(Recipe.parse("knorm(keep=8, every=1)"), 0, 4)
     for length in range(10, 160):
         assert schedule.dropped(10, length) == length - 8

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from keepset import Recipe
 from keepset.kernels import page_layout
-from keepset.kernels.page_layout import PageGroup, PageLayout
-from keepset.kernels.paged_arguments import PagedTokens
-from keepset.paged.emptied_blocks import EmptiedBlocks
+from keepset.kernels.page_layout import PagedTokens, PageGroup, PageLayout
 from keepset.paged.engine import EngineSize
-from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.per_head import PerHeadSequences
-from keepset.paged.ragged_heads import RaggedHeadTables
+from keepset.paged.eviction import EvictionSchedule
+from keepset.paged.layout_table import EmptiedBlocks
+from keepset.paged.ragged_heads import PerHeadSequences, RaggedHeadTables
 from keepset.paged.step import RaggedStep
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
@@ -168,7 +166,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
             made.append(batch.rows[0].length)
         return original(layout, *args)
 
-    monkeypatch.setattr("keepset.paged.per_head.page_layout.tables", tables)
+    monkeypatch.setattr("keepset.paged.ragged_heads.page_layout.tables", tables)
     batch = compressed(2, 2, 3, 4)
     made.clear()
     for _ in range(10):

@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Recipe
-from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged_arguments import FiledLayouts
+from keepset.kernels.page_layout import FiledLayouts, PageLayout
 from keepset.paged.engine import EngineSize
 from keepset.paged.layout_table import LayoutTable
 from keepset.paged.query_records import QueryRecord, slots_for
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch
-from keepset.recording.features import Recording
-from keepset.recording.ring import QueryRing
+from keepset.recording import QueryRing, Recording
 from tests.paged.methods import Loud
 from tests.tiers import examples
 

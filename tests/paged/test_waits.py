@@ -15,9 +15,9 @@ from keepset.core.rope import RotaryTable
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
-from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
+from keepset.paged.layout_table import EmptiedBlocks
 from keepset.paged.query_records import QueryRecord
 from keepset.paged.request_table import RequestState
 from keepset.paged.step import ScheduledRequest, StepBatch

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from keepset.serving.command import supervised
-from tests.serving.test_server import gone, lives
+from tests.lab.test_server_process import gone, lives
 
 SCRIPT = """
 import signal, subprocess, sys, time

@@ -26,11 +26,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import keepset
+from keepset.lab.server_process import ServerProcess
 from keepset.serving.middleware import HONOURED
-from keepset.serving.server import ServerProcess
-from keepset.vllm.owned_contexts import EVERYBODY, owner_of
-from keepset.vllm.request_options import MAX_RANGES
-from keepset.vllm.signing import SIGNING_KEY, signed
+from keepset.vllm.contexts import EVERYBODY, owner_of
+from keepset.vllm.request_options import MAX_RANGES, SIGNING_KEY, signed
 from tests.hf.damage import flipped
 from tests.proof import by_hand, take_steps
 from tests.vllm.served import save_model, served

@@ -163,13 +163,13 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from keepset.kernels import dispatch
-    from keepset.paged import eviction_schedule
+    from keepset.paged import eviction
     from keepset.vllm import stats
 
     dispatch.INTERPRETED = scenario["triton"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
-    default_groups = eviction_schedule.GROUPS
-    eviction_schedule.GROUPS = scenario["layer_groups"] or default_groups
+    default_groups = eviction.GROUPS
+    eviction.GROUPS = scenario["layer_groups"] or default_groups
     stop_waiting = wait_for_reads(scenario["read_at_once"])
     llm = LLM(**scenario["engine"])
     engine = llm.llm_engine
@@ -185,7 +185,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             captured = graphs.Graphs(worker.worker.model_runner, scenario["runner_v2"])
         if worker is not None and not {"tensor_parallel_size", "pipeline_parallel_size"} & scenario["engine"].keys():
             undo = watch.watch_events(worker.worker.model_runner)
-    eviction_schedule.GROUPS = default_groups
+    eviction.GROUPS = default_groups
     layers = engine.vllm_config.compilation_config.static_forward_context.values()
     counted, loaded = stats.totals(), loads_of(stats.contexts())
     requests = scenario["requests"]
@@ -236,11 +236,11 @@ def loads_of(contexts: dict[str, dict[str, int]]) -> dict[str, int]:
 
 def wait_for_reads(wanted: bool) -> Callable[[], None]:
     """Make every step wait for the contexts that it starts to read, if wanted; returns what undoes it."""
-    from keepset.vllm import context_loader
-    from keepset.vllm.context_loader import ContextLoader
+    from keepset.vllm import context_transfer
+    from keepset.vllm.context_transfer import ContextLoader
 
-    start, patience = ContextLoader.start, context_loader._PATIENCE
-    context_loader._PATIENCE = 60 if wanted else patience
+    start, patience = ContextLoader.start, context_transfer._PATIENCE
+    context_transfer._PATIENCE = 60 if wanted else patience
 
     def waiting(loader: ContextLoader, jobs: Any, idle: bool, ended: Any) -> None:
         start(loader, jobs, idle or wanted, ended)
@@ -248,7 +248,7 @@ def wait_for_reads(wanted: bool) -> Callable[[], None]:
     ContextLoader.start = waiting  # type: ignore[method-assign]
 
     def undo() -> None:
-        ContextLoader.start, context_loader._PATIENCE = start, patience  # type: ignore[method-assign]
+        ContextLoader.start, context_transfer._PATIENCE = start, patience  # type: ignore[method-assign]
 
     return undo
 

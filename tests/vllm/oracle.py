@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import rotate_half
 from keepset import Observation, Recipe
 from keepset.core.features.attention import AttentionColumns, PromptQueryAttention
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.queries import WindowAttention
 from keepset.core.features.runtime_features import ModelStatistics
-from keepset.core.features.window import WindowAttention
 from keepset.core.statistics import load
 from keepset.kernels.softmax import Softmax
 from tests.paged.reference import blocks_gone, budget_of, is_executed, newest_event

@@ -14,9 +14,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keepset.lab.embedded import embedded_folder
+from keepset.lab.server_process import ServerProcess, free_port
 from keepset.recipe import Recipe
 from keepset.serving.command import command
-from keepset.serving.server import ServerProcess, free_port
 from tests.vllm.processes import SPARING
 from tests.vllm.serve import forked
 

@@ -14,8 +14,7 @@ from keepset import KeepsetError, Recipe
 from keepset.core.feature import Needs
 from keepset.kernels.softmax import Softmax
 from keepset.paged.observer import Observer
-from keepset.recording.features import Recording
-from keepset.recording.ring import QueryRing
+from keepset.recording import QueryRing, Recording
 from tests.vllm.late import Late
 
 query_projection = Late("keepset.vllm.query_projection")

@@ -12,7 +12,7 @@ from keepset import Recipe
 from keepset.paged.entry_columns import columns_of
 from tests.vllm.late import Late
 
-memory = Late("keepset.vllm.memory")
+memory = Late("keepset.vllm.spec")
 
 MB, GB = 2**20, 2**30
 
@@ -57,7 +57,7 @@ def configured(share: float, given: int | None) -> Any:
 def test_of_what_vllm_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 of 80 GB are the model's; nine tenths may be used, or eight where requests may share pages."""
     there = SimpleNamespace(is_cuda_alike=lambda: True, device_type="meta")
-    monkeypatch.setattr("keepset.vllm.memory.current_platform", there)
+    monkeypatch.setattr("keepset.vllm.spec.current_platform", there)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * GB, 80 * GB))
     recipe = Recipe.parse("snapkv(keep=0.25)")
     held = memory.reserve(configured(0.9, None), recipe, 4, columns_of(recipe, 4), shape())

@@ -20,8 +20,8 @@ import keepset
 from keepset import KeepsetError
 from keepset.contexts import file as context_files
 from keepset.serving.middleware import HONOURED, RequestMiddleware
-from keepset.vllm import owned_contexts as owned
-from keepset.vllm import signing, stats
+from keepset.vllm import contexts as served_contexts
+from keepset.vllm import request_options, stats
 from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, RequestOptions, from_signed, parse_options
 from tests.hf.damage import flipped
 from tests.vllm.asgi import call, text_of
@@ -31,7 +31,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(autouse=True)
 def signing_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(signing.SIGNING_KEY, signing.new_key())
+    monkeypatch.setenv(request_options.SIGNING_KEY, request_options.new_key())
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
     for words in ({"save": "a", "owner": "1" * 32}, {"ticket": "a"}, json.dumps({"owner": "everybody"})):
         with pytest.raises(KeepsetError, match=r"leave (owner|ticket) out"):
             parse_options(words)
-    monkeypatch.setenv(signing.SIGNING_KEY, signing.new_key())
+    monkeypatch.setenv(request_options.SIGNING_KEY, request_options.new_key())
     with pytest.raises(KeepsetError, match="does not check it"):
         from_signed(sealed)
 
@@ -233,7 +233,7 @@ def test_budgets_are_checked_against_the_servers_recipe(folder: Path, tiny_model
 
 def test_nobody_says_whose_contexts_they_are(folder: Path, tiny_model: PreTrainedModel) -> None:
     ask = server(folder, tiny_model, Inner(), limit=10**6)
-    assert posted(ask, {"save": "a", "owner": owned.owner_of("secret")})[0] == 400
+    assert posted(ask, {"save": "a", "owner": served_contexts.owner_of("secret")})[0] == 400
     assert ask("POST", COMPLETIONS, {"vllm_xargs": {"keepset": '{"save": "a"}'}})[0] == 400
     assert posted(ask, {"save": "../a"})[0] == 400
     assert posted(ask, {"save": "a"})[0] == 200
@@ -244,16 +244,16 @@ def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
 
     inner = Inner()
     ask = server(folder, tiny_model, AuthenticationMiddleware(inner, tokens=["one", "two"]), limit=10**6)
-    path = written(owned.OwnedContexts(folder, owned.owner_of("one")), "mine", 0)
+    path = written(served_contexts.OwnedContexts(folder, served_contexts.owner_of("one")), "mine", 0)
     path.write_bytes((folder / "manual.safetensors").read_bytes())
     names = {key: [each["id"] for each in ask("GET", "/v1/contexts", key=key)[1]["data"]] for key in ("one", "two")}
     assert "mine" in names["one"] and "mine" not in names["two"]
     assert posted(ask, {"save": "a"}, key="one")[0] == 200
-    assert inner.said() == RequestOptions(save="a", owner=owned.owner_of("one"))
+    assert inner.said() == RequestOptions(save="a", owner=served_contexts.owner_of("one"))
     status, sentence = posted(ask, {"context": "mine"}, key="two")
     assert status == 400 and "There is no context 'mine'" in sentence
     assert posted(ask, {"context": "mine"}, key="one")[0] == 200
-    assert inner.said() == RequestOptions(context="mine", owner=owned.owner_of("one"))
+    assert inner.said() == RequestOptions(context="mine", owner=served_contexts.owner_of("one"))
     # Who has no key is told nothing.
     assert ask("GET", "/v1/contexts")[0] == 401
     assert ask("POST", COMPLETIONS, {"keepset": {"context": "nowhere"}})[0] == 401
@@ -269,7 +269,7 @@ def written(who: Any, name: str, size: int, used: Any = ()) -> Path:
 
 
 def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
-    mine, other = (owned.OwnedContexts(tmp_path, owned.owner_of(key)) for key in ("one", "two"))
+    mine, other = (served_contexts.OwnedContexts(tmp_path, served_contexts.owner_of(key)) for key in ("one", "two"))
     first, second = written(mine, "a", 40), written(mine, "b", 40)
     written(other, "a", 90)
     mine.touch(first)
@@ -287,10 +287,10 @@ def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
 
 
 def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: Path) -> None:
-    mine = owned.OwnedContexts(tmp_path, owned.EVERYBODY)
+    mine = served_contexts.OwnedContexts(tmp_path, served_contexts.EVERYBODY)
     names = ["team.newsletter-42", "a.new", "a.newer.new", "x.unfinished", "a-new-b"]
     for name in names:
-        owned.check_save(100, name)
+        served_contexts.check_save(100, name)
     paths = [written(mine, name, 9) for name in names]
     report, abandoned, fresh = tmp_path / "report.newest.safetensors", mine.unfinished("b"), mine.unfinished("c")
     for path in (report, abandoned, fresh):

@@ -24,10 +24,9 @@ from keepset.core.traits import Traits
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.columns import ColumnStatistic
-from keepset.methods.snapkv import SnapKV
-from keepset.vllm.engine_args import engine_args, serve_options
+from keepset.methods.window import SnapKV
 from keepset.vllm.recipe_support import served
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, recipe_of
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, engine_args, recipe_of, serve_options
 from tests.core.test_tables import random_tables
 from tests.methods.naive import Shape, random_statistics
 from tests.paged.methods import Mass
@@ -89,7 +88,7 @@ UNIFORM, RAGGED, INT8 = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)", "int8(a
 QUANTIZED = "quantized(snapkv, bytes=0.05)"
 GIVE_CARRIER = (
     "how much it keeps depends on the data, so a KV connector must tell the scheduler; none is given. Write "
-    "LLM(model, **keepset.vllm.engine_args('"
+    "LLM(model, **keepset.vllm.settings('"
 )
 
 NGRAM = SimpleNamespace(method="ngram")

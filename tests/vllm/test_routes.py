@@ -13,7 +13,7 @@ import pytest
 
 from keepset.serving import middleware
 from keepset.serving.middleware import HONOURED, KEY
-from keepset.vllm import signing
+from keepset.vllm import request_options
 from tests.vllm.asgi import call, text_of
 
 KNOWN = """
@@ -58,7 +58,7 @@ def built(*options: str) -> Any:
 def apps() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        patch.setenv(signing.SIGNING_KEY, signing.new_key())
+        patch.setenv(request_options.SIGNING_KEY, request_options.new_key())
         level = logging.root.level
         logging.disable(logging.WARNING)
         made = {"no key": built(), "key": built("--api-key", "one")}

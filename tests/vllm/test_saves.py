@@ -16,7 +16,7 @@ from tests.vllm.contexts import serving
 from tests.vllm.engine import Ask, Result, Scenario, sealed
 from tests.vllm.late import Late
 
-owned = Late("keepset.vllm.owned_contexts")
+owned = Late("keepset.vllm.contexts")
 
 TOKENS = 20
 SHARED = {"equal": 64, "ragged": 64, "none": 128}
@@ -200,17 +200,20 @@ def test_what_was_saved_is_there_after_a_restart_that_saves_nothing(
 @pytest.mark.full
 def test_what_ranks_gather_arrives_bit_for_bit() -> None:
     """Columns of any type and length, or why a rank has nothing."""
-    from keepset.vllm import context_saver as saver  # loads vLLM
+    from keepset.vllm import context_transfer
 
     keys = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     part = {
         3: {"keys": keys.bfloat16(), "counts": torch.tensor([2, 3])},
         11: {"position": keys.int(), "keys": keys[:0]},
     }
-    again = saver._unpacked(saver._packed(part))
+    again = context_transfer._unpacked(context_transfer._packed(part))
     assert again.keys() == part.keys()
     for layer, columns in part.items():
         assert again[layer].keys() == columns.keys()
         for name, column in columns.items():
             assert again[layer][name].dtype == column.dtype and torch.equal(again[layer][name], column)
-    assert saver._unpacked(saver._packed("keepset lost … of a request.")) == "keepset lost … of a request."
+    assert (
+        context_transfer._unpacked(context_transfer._packed("keepset lost … of a request."))
+        == "keepset lost … of a request."
+    )

@@ -25,7 +25,7 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from keepset.serving.server import ServerProcess
+from keepset.lab.server_process import ServerProcess
 from keepset.vllm.stats import COUNTERS
 from tests.vllm.forgery import Proof, prove, server_of
 

@@ -22,7 +22,7 @@ from tests.vllm.engine import Ask, Result, Scenario, run, sealed
 from tests.vllm.late import Late
 
 pytestmark = pytest.mark.full
-owned = Late("keepset.vllm.owned_contexts")
+owned = Late("keepset.vllm.contexts")
 
 REQUESTS = int(os.environ.get("KEEPSET_SOAK", "200"))
 TENANTS = ["1" * 32, "2" * 32]

@@ -14,7 +14,7 @@ from tests.vllm.contexts import serving
 from tests.vllm.engine import Ask, Scenario
 from tests.vllm.late import Late
 
-owned = Late("keepset.vllm.owned_contexts")
+owned = Late("keepset.vllm.contexts")
 
 pytestmark = pytest.mark.full
 RECIPES: dict[str, str | None] = {

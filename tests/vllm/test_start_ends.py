@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from keepset.serving.server import free_port
+from keepset.lab.server_process import free_port
 from tests.vllm.processes import ROOT, SPARING
 from tests.vllm.served import OPTIONS
 

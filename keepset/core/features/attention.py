@@ -13,8 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from keepset.core.accumulator import Accumulator, Chunk, widened
-from keepset.core.feature import Feature
+from keepset.core.feature import Accumulator, Chunk, Feature, widened
 from keepset.kernels.columns import ColumnStatistic, attention_columns, mean_square_attention
 
 _PROMPT_ATTENTION = "looks at the attention of the whole prompt, which only exists at the prompt's end"

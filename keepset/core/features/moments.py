@@ -12,9 +12,8 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.accumulator import Accumulator, Chunk, QuerySource
-from keepset.core.feature import Feature, Value
-from keepset.kernels.moments import Moments
+from keepset.core.feature import Accumulator, Chunk, Feature, QuerySource, Value
+from keepset.kernels.columns import Moments
 
 _WHOLE_PROMPT = "looks at moments over the whole prompt, "
 

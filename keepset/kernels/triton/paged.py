@@ -11,10 +11,9 @@ from torch import Tensor
 from keepset.kernels import dispatch
 from keepset.kernels.dispatch import DEVICE_BLOCK
 from keepset.kernels.page_format import PageFormat
-from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged_arguments import PagedTokens
+from keepset.kernels.page_layout import PagedTokens, PageLayout
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, store_rows
+from keepset.kernels.triton.page_entries import as_bytes, kind_of, load_numbers, load_scales, store_rows
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, begun, capped, rows_of, streamed
 
 _SPLITS = 8, 64

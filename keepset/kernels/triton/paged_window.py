@@ -10,9 +10,9 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.page_format import layer_scales
-from keepset.kernels.paged_arguments import ColumnTarget
+from keepset.kernels.page_layout import ColumnTarget
 from keepset.kernels.softmax import GroupReduction
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
+from keepset.kernels.triton.page_entries import as_bytes, kind_of, load_numbers, load_scales
 from keepset.kernels.triton.paged import _dealt_to, _find
 from keepset.kernels.triton.softmax import (
     LEAST_PART,
@@ -31,7 +31,7 @@ _PARTS = 4, 16
 
 
 def add_received(cache, addresses, places, queries, entries, target, formats) -> None:
-    """Compute `keepset.kernels.paged_window.add_received_in_pages`.
+    """Compute `keepset.kernels.window.add_received_in_pages`.
 
     Two programs never add to the same place, so sums have a fixed order. The length of a head's parts depends on its
     entries, which only the device knows.

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from keepset.kernels.entry_code import SCORE_LIMIT, SCORE_STEPS, SHORTEST, SLOPE_LIMIT, SLOPE_STEPS
+from keepset.kernels.entry_format import SCORE_LIMIT, SCORE_STEPS, SHORTEST, SLOPE_LIMIT, SLOPE_STEPS
 from keepset.kernels.page_format import layer_scales
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
+from keepset.kernels.triton.page_entries import as_bytes, kind_of, load_numbers, load_scales
 from keepset.kernels.triton.softmax import rows_of
 
 _WIDTH = 64
@@ -90,7 +90,7 @@ def _numbers(row, exists, dims, unmix, DIM: tl.constexpr, FORMAT: tl.constexpr):
     Args:
         row: pointer to each row.
         dims: which numbers.
-        unmix: the matrix of `keepset.kernels.mixing.Mixing`; None if rows are not mixed.
+        unmix: the matrix of `keepset.kernels.entry_format.Mixing`; None if rows are not mixed.
     """
     if unmix is None:
         numbers = load_numbers(row[:, None], dims[None, :], exists[:, None] & (dims < DIM)[None, :], FORMAT)
@@ -154,7 +154,7 @@ def _linear(score, slope, x, weights, numbers, exist, ROW: tl.constexpr):
 
 @triton.jit
 def _steps(numbers, STEPS: tl.constexpr, LIMIT: tl.constexpr):
-    """Compute `keepset.kernels.entry_code._steps`."""
+    """Compute `keepset.kernels.predictor._steps`."""
     steps = tl.floor(numbers * STEPS + (LIMIT * STEPS + 0.5))
     steps = tl.where(steps < 1, 1.0, steps)  # NaN stays NaN
     return tl.where(steps > 2 * LIMIT * STEPS - 1, 2 * LIMIT * STEPS - 1, steps)

@@ -29,11 +29,10 @@ from keepset.core.feature import Needs
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.predictor import Predictor, knot_weights
-from keepset.core.statistics import FORMAT, LayerStatistics, Statistics
+from keepset.core.statistics import FORMAT, LayerStatistics, Predictor, Statistics, knot_weights
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.prompt_session import Recorder
-from keepset.kernels.entry_code import MIDDLE, inputs_of
+from keepset.kernels.entry_format import MIDDLE, inputs_of
 from keepset.lab.calibrate.corpus import SHORTEST, Corpus
 from keepset.lab.calibrate.measure import SKIP
 from keepset.recipe import Recipe
@@ -67,7 +66,7 @@ class Samples:
     """Entries of passages with the teachers' scores.
 
     Attributes:
-        inputs: the networks' inputs for each entry (`keepset.kernels.entry_code.inputs_of`).
+        inputs: the networks' inputs for each entry (`keepset.kernels.predictor.inputs_of`).
         wanted: the logarithm of the teachers' scores, times the length of the passage.
         ages: distance of each entry from the end of its passage in tokens; 1 for the last entry.
         lengths: tokens of each entry's passage.

@@ -27,7 +27,7 @@ from keepset.lab.cli.results import results
 from keepset.lab.cli.serve import serve
 from keepset.lab.cli.tune import tune
 from keepset.lab.cli.ui import ui
-from keepset.plugins import add as add_plugin
+from keepset.registry import add as add_plugin
 
 SECTIONS = {
     "Commands to begin with": ("demo", "ui", "methods"),

@@ -21,7 +21,7 @@ from keepset.lab.texts import read
 
 if TYPE_CHECKING:
     from keepset.core.statistics import Statistics
-    from keepset.lab.artefacts.artefact import Artefact
+    from keepset.lab.artefacts import Artefact
 
 
 @takes_model
@@ -83,7 +83,7 @@ def calibrate(
 
     from keepset.core.features.attention import SecondPass
     from keepset.core.statistics import save
-    from keepset.lab.artefacts.read import read_artefact, with_artefact
+    from keepset.lab.artefacts import read_artefact, with_artefact
     from keepset.lab.calibrate.corpus import SHORTEST, Corpus
     from keepset.lab.calibrate.distil import STEPS, cut_passages, parse_teachers, with_predictors
     from keepset.lab.calibrate.gates import with_gates

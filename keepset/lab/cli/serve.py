@@ -59,7 +59,7 @@ def serve(
         compile_hint,
         limit_cpu_pool,
     )
-    from keepset.vllm.signing import SIGNING_KEY, new_key
+    from keepset.vllm.request_options import SIGNING_KEY, new_key
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     named, options = split(words or [])

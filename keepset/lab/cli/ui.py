@@ -62,7 +62,7 @@ def ui(
 
 def _processor(model: Any) -> Any:
     """Return what makes a model's inputs of images; None for one that looks at none, or whose processor is missing."""
-    from keepset.hf.images import image_token_ids
+    from keepset.hf.hooks import image_token_ids
 
     if image_token_ids(model.config):
         try:

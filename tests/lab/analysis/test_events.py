@@ -14,7 +14,7 @@ import torch
 import keepset
 from keepset import Budget, KeepSet, Observation, Recipe
 from keepset.lab.analysis.events import EventFigures, HeadSegments, head_segments
-from keepset.methods.tova import TOVA
+from keepset.methods.window import TOVA
 from tests.hf.models import prompt, tiny
 from tests.methods.naive import Given
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from keepset.core.statistics import Statistics, load, save
 from keepset.errors import KeepsetError
-from keepset.lab.artefacts.artefact import Artefact
-from keepset.lab.artefacts.read import read_artefact, with_artefact
+from keepset.lab.artefacts import Artefact, read_artefact, with_artefact
 from tests.hf.models import statistics, tiny
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from keepset import KeepsetError, Method, Observation
-from keepset.core.predictor import Predictor, scores_at
-from keepset.core.statistics import Statistics, load, save
-from keepset.kernels.entry_code import encode
+from keepset.core.statistics import Predictor, Statistics, load, save, scores_at
+from keepset.kernels.entry_format import encode
 from keepset.lab.calibrate import distil
 from keepset.lab.calibrate.corpus import Corpus
 from keepset.lab.calibrate.distil import with_predictors

@@ -18,7 +18,7 @@ from keepset import models
 from keepset.core.observation import Observation
 from keepset.core.tables import save, say_neutral
 from keepset.lab.sweep.store import Store
-from keepset.methods.knorm import Knorm
+from keepset.methods.keys import Knorm
 from tests.core.test_tables import random_tables
 from tests.hf.models import statistics
 from tests.lab.cli.conftest import Run, check_refused

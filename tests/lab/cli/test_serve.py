@@ -18,7 +18,7 @@ from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.lab import embedded
 from keepset.recipe import Recipe
 from keepset.serving import command, start_checks
-from keepset.vllm.signing import SIGNING_KEY
+from keepset.vllm.request_options import SIGNING_KEY
 from tests.lab.cli.conftest import Run
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from keepset import registry
-from keepset.allocators.adakv import AdaKV
+from keepset.allocators.heads import AdaKV
 from keepset.core.method import parameter
 from keepset.errors import KeepsetError
 from keepset.lab.record import FULL, Record
 from keepset.lab.sweep.store import Store, check_free
-from keepset.methods.prompt_queries import PromptQueries
+from keepset.methods.second_pass import PromptQueries
 from keepset.recipe import in_full, in_short
 
 CONFIGURATION = {"weights": "0a1b", "--limit": None, "--mode": "prompt", "--temperature": 0.0}

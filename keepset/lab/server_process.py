@@ -12,7 +12,7 @@ from typing import IO, Self
 from urllib.request import ProxyHandler, build_opener
 
 from keepset.serving.supervisor import end, start
-from keepset.vllm.signing import SIGNING_KEY, new_key
+from keepset.vllm.request_options import SIGNING_KEY, new_key
 
 _HOST = "127.0.0.1"
 _STOP_SECONDS = 15.0

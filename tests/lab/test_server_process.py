@@ -9,8 +9,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from keepset.serving import server as module
-from keepset.serving.server import ServerError, ServerProcess, free_port
+from keepset.lab import server_process as module
+from keepset.lab.server_process import ServerError, ServerProcess, free_port
 
 FAKE = [sys.executable, str(Path(__file__).with_name("small_server.py"))]
 

@@ -1,1 +1,0 @@
-"""Artefacts that others have published for a model, read from their authors' files."""
