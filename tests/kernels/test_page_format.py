@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keepset.kernels import dispatch, page_entries
+from keepset.kernels import dispatch, page_format
 from keepset.kernels.page_format import LEAST_SCALE
 from tests.kernels.quantised import KINDS, format_of, meant, mixing_of, number_of, random_rows
 from tests.kernels.test_attention import seeded
@@ -93,4 +93,4 @@ def test_whole_numbers_and_scales_are_joined_bit_for_bit(dtype: torch.dtype) -> 
 def test_no_rows() -> None:
     how = format_of("int8", 4, torch.float32)
     assert how.encode(torch.zeros(0, 4)).shape == (0, 8) and how.decode(torch.zeros(2, 0, 8).byte()).shape == (2, 0, 4)
-    assert dispatch.CACHE_BLOCK == page_entries.CACHE_BLOCK
+    assert dispatch.CACHE_BLOCK == page_format.CACHE_BLOCK

@@ -52,7 +52,7 @@ def test_attention_is_that_of_every_entry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind a head's end its pages hold what is no number."""
-    monkeypatch.setattr(paged_heads, "PRODUCT_BLOCK", block)
+    monkeypatch.setattr(paged, "PRODUCT_BLOCK", block)
     draw, dim, most = seeded(1), 8, -(-max(LENGTHS) // SIZE)
     tables = torch.randperm(len(LENGTHS) * most, generator=draw).view(-1, most)
     places, how = (tables.numel(), 1, SIZE), format_of(kind, dim, dtype, scales) if kind else None
@@ -98,7 +98,7 @@ def test_attention_is_that_of_every_entry(
 
 def test_heads_of_about_one_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, none padded by more than a quarter, and no block beyond its size but of a single head."""
-    monkeypatch.setattr(paged_heads, "PRODUCT_BLOCK", 1000)
+    monkeypatch.setattr(paged, "PRODUCT_BLOCK", 1000)
     sizes = [0, 100, 3, 120, 40, 41, 0, 5, 1000, 124, 42]
     groups = list(paged._of_similar_size(sizes, 2))
     assert sorted(head for group in groups for head in group) == list(range(len(sizes)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from keepset import models
 from keepset.core.budget import Budget
 from keepset.errors import KeepsetError
 from keepset.lab.candidate import Candidate, candidates
