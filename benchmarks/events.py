@@ -91,8 +91,7 @@ def main() -> int:
         versions = {name: worker.versions for name, worker in workers.items()}
 
     section = Section(
-        "One event of one layer: processor time, batch 1",
-        ["figure", "target", "ratio", "", "ms", "of ms"],
+        "One event of one layer: processor time, batch 1", ["figure", "target", "ratio", "", "ms", "of ms"]
     )
     section.notes += notes + [f"{figure.name}: {figure.error}" for figure in table if figure.error]
     section.notes.append(

@@ -115,12 +115,7 @@ def _task(tokenizer: Any, name: str, number: int, count: int, args: Any) -> Text
     needle = texts.secret_number(city, answer)
     depth = (number + 0.5) / count
     return make_text_task(
-        tokenizer,
-        texts.essay(name),
-        tokens=args.tokens,
-        continuation=args.continuation,
-        needle=needle,
-        depth=depth,
+        tokenizer, texts.essay(name), tokens=args.tokens, continuation=args.continuation, needle=needle, depth=depth
     )
 
 

@@ -164,18 +164,7 @@ def _judge(table: Table) -> None:
 
 
 def _section(table: Table, methods: list[str], tokens: int) -> Section:
-    columns = [
-        "method",
-        "target",
-        "keepset",
-        "",
-        "CPU",
-        "holds",
-        "kvpress",
-        "CPU",
-        "holds",
-        "keepset / kvpress",
-    ]
+    columns = ["method", "target", "keepset", "", "CPU", "holds", "kvpress", "CPU", "holds", "keepset / kvpress"]
     section = Section(f"Prefill of {tokens} tokens: time with a method / full cache, keep {KEEP}", columns)
     for method in methods:
         own, peer = (table[method, tokens, side] for side in SIDES)

@@ -138,8 +138,4 @@ class Side(ABC):
 
 def _bytes(cache: Any) -> Answer:
     held = held_bytes(cache)
-    return {
-        "kv_bytes": held.floating,
-        "other_bytes": held.other,
-        "claimed_bytes": getattr(cache, "nbytes", None),
-    }
+    return {"kv_bytes": held.floating, "other_bytes": held.other, "claimed_bytes": getattr(cache, "nbytes", None)}

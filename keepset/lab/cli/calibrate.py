@@ -137,7 +137,7 @@ def calibrate(
         note(f"The texts had {corpus.tokens} tokens, fewer than the {tokens} asked for.")
     say(
         f"{out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
-        f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages",
+        f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages"
     )
 
 

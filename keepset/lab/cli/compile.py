@@ -79,11 +79,7 @@ def compile(
     else:
         check_tensor_file(out, force)
         check_whole(
-            2**31,
-            sample=(sample, 1),
-            prompt_tokens=(prompt_tokens, 2),
-            continuation=(continuation, 2),
-            seed=(seed, 0),
+            2**31, sample=(sample, 1), prompt_tokens=(prompt_tokens, 2), continuation=(continuation, 2), seed=(seed, 0)
         )
         learned: dict[str, Any] = {"weights": _weights(weights), "reward": reward, "gate": gate}
         method, counts = _method(recipe), tuple(sorted(parse_whole(budgets, "budgets")))

@@ -85,7 +85,7 @@ def build(
         kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after ({share})"
     say(
         f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
-        f"the file has {megabytes(out.stat().st_size)}",
+        f"the file has {megabytes(out.stat().st_size)}"
     )
     say_always(parsed, loaded, ids.shape[1])
 

@@ -59,8 +59,7 @@ def evaluate(
         str, Option(help="Lengths of prompts in tokens, separated by commas, for tasks that are made to a length.")
     ] = "1024",
     limit: Annotated[
-        int | None,
-        Option(help="Take the first examples of each task. [default: all; of generated tasks ten]"),
+        int | None, Option(help="Take the first examples of each task. [default: all; of generated tasks ten]")
     ] = None,
     sample: Annotated[
         str | None,

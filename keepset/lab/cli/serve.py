@@ -42,14 +42,7 @@ def serve(
     """
     from keepset.lab.embedded import EMBEDDED, folder_of, name_statistics
     from keepset.recipe import Recipe
-    from keepset.serving.command import (
-        command,
-        default_for,
-        precision_of,
-        split,
-        supervised,
-        without_secrets,
-    )
+    from keepset.serving.command import command, default_for, precision_of, split, supervised, without_secrets
     from keepset.serving.start_checks import (
         block_size_hint,
         check_installed,

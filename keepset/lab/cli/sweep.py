@@ -53,14 +53,7 @@ def check_ray(ray: bool) -> None:
 
 
 def sweep_grid(
-    out: Path,
-    grid: SweepGrid,
-    source: Source,
-    asking: Asking,
-    ray: bool,
-    foretell: Foretell,
-    *,
-    complete: bool = True,
+    out: Path, grid: SweepGrid, source: Source, asking: Asking, ray: bool, foretell: Foretell, *, complete: bool = True
 ) -> Swept:
     """Make the cells that a file lacks. The model is not loaded if it lacks none.
 

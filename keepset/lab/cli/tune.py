@@ -80,7 +80,7 @@ def print_result(result: dict[str, Any]) -> None:
     """Print the figures of all recipes as a table, and which of them to use."""
     say(
         f"{result['model']}, {result['budget']}: {result['pieces']} pieces of {result['tokens']} tokens, "
-        f"{result['continuation_tokens']} after each.",
+        f"{result['continuation_tokens']} after each."
     )
     show_table(table(result))
     for sentence in result["verdict"]:

@@ -21,10 +21,7 @@ _CHARACTERS = 2400
 
 
 @takes_model
-def ui(
-    model: Source,
-    port: Annotated[int, Option(help="Port on 127.0.0.1; 0 for any free one.")] = 8765,
-) -> None:
+def ui(model: Source, port: Annotated[int, Option(help="Port on 127.0.0.1; 0 for any free one.")] = 8765) -> None:
     """Open a playground in the browser.
 
     A page on this machine shows what a recipe keeps of a text, and of an image before it if the model looks at images,

@@ -140,8 +140,5 @@ def latency_row(recipe: str, tokens: int, peak: int | None = 10**9, error: str |
     return {**head, "rounds": [measured, {**measured, "first_seconds": 3.0}], **medians}
 
 
-PAGES = {
-    "compare": lambda: compare.render(comparison(), TOKENS),
-    "results": results_page,
-}
+PAGES = {"compare": lambda: compare.render(comparison(), TOKENS), "results": results_page}
 """A page of every command."""

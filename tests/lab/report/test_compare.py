@@ -12,19 +12,7 @@ import torch
 
 from keepset.lab.record import Record
 from keepset.lab.report import compare
-from tests.lab.report.pages import (
-    EVIL,
-    HEADS,
-    LAYERS,
-    TOKENS,
-    chart,
-    comparison,
-    data_of,
-    masks,
-    record,
-    rows,
-    traces,
-)
+from tests.lab.report.pages import EVIL, HEADS, LAYERS, TOKENS, chart, comparison, data_of, masks, record, rows, traces
 
 MASKS = masks(comparison().rows)
 
