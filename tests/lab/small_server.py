@@ -3,8 +3,6 @@
 It imports the standard library alone: many tests start it.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A file of each format, made by hand as its authors' programs write it, and what keepset takes from it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

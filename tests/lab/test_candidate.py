@@ -1,7 +1,5 @@
 """What a sweep compares: recipes under budgets, each once."""
 
-from __future__ import annotations
-
 from keepset import Budget, Recipe
 from keepset.lab.candidate import candidates, grid
 from keepset.lab.record import FULL, largest_first

@@ -1,7 +1,5 @@
 """An answer ends where it should, not a token later; draws are repeatable."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from functools import partial

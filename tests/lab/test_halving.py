@@ -1,7 +1,5 @@
 """Successive halving on figures that are made up, so that the best recipe is known."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """lm-evaluation-harness under a recipe, held against the harness's own model and against one token at a time."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache, partial

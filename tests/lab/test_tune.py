@@ -1,7 +1,5 @@
 """Pieces of texts, figures of pieces against runs of their own, and the outcome of a race."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Cells made by hand."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

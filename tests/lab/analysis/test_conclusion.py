@@ -1,7 +1,5 @@
 """The sentence of `keepset results` claims no more than its examples show."""
 
-from __future__ import annotations
-
 import pytest
 
 from keepset.lab.analysis.summary import LEAST_EXAMPLES, summarize

@@ -1,7 +1,5 @@
 """Areas and what can go, against drawn lines and figures by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

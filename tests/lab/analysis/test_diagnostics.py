@@ -1,7 +1,5 @@
 """Diagnostics of random events against sets of positions, and repetition against a loop over n-grams."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

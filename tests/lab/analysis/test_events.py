@@ -1,7 +1,5 @@
 """The figures of events against sets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import correlation, fmean

@@ -1,7 +1,5 @@
 """Intervals of 95 %: how often they hold the truth, and closed forms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

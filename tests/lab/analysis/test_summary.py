@@ -1,7 +1,5 @@
 """Rows, averages, curves and needle maps of cells made by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from statistics import fmean

@@ -1,7 +1,5 @@
 """What GVote assumes: synthetic queries against the model's own attention, normality against loops over numbers."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean, pstdev
 from typing import Any

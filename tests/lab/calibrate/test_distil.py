@@ -1,7 +1,5 @@
 """Networks fitted to a teacher's scores: what they learn, that it repeats, and that an interrupted run goes on."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gates between full and streaming attention: what a gate does, and that those open stay open which matter."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from types import SimpleNamespace

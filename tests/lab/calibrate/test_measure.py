@@ -1,7 +1,5 @@
 """Statistics against the model's own projections, number by number."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

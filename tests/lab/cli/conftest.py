@@ -1,7 +1,5 @@
 """The command line in this process, on a model so small that a run takes a moment."""
 
-from __future__ import annotations
-
 import json
 import math
 import multiprocessing

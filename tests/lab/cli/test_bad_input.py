@@ -1,7 +1,5 @@
 """Bad input is one sentence on standard error and exit code 2, and nothing else happens."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Lists of numbers as commands take them."""
 
-from __future__ import annotations
-
 import pytest
 
 from keepset import Budget, KeepsetError

@@ -1,7 +1,5 @@
 """What models and users write reaches the terminal as text, whatever is in it."""
 
-from __future__ import annotations
-
 import io
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`keepset context`: one text, compressed once, and questions about it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CSV of a summary, read back."""
 
-from __future__ import annotations
-
 import csv
 import io
 from dataclasses import replace

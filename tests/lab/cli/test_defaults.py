@@ -1,7 +1,5 @@
 """Recipes where none is named: by whether the model has networks, and how it gets them if it has none."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Commands on a model that lies elsewhere: every input goes there, and what comes back is read from there."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands and recipes in README and the documents are such, and README's run."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

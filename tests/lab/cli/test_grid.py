@@ -1,7 +1,5 @@
 """Tables at every width: figures stay whole, names break at spaces, columns are left out in their order."""
 
-from __future__ import annotations
-
 import io
 from operator import itemgetter
 

@@ -1,7 +1,5 @@
 """Images on the command line: the model gets what its processor makes of them, and bad files are refused."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Every command that prints tables, in a terminal of 80 columns: no line is longer, and no name or recipe is broken."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line as users start it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`keepset serve` becomes the right `vllm serve`."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

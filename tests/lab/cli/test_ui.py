@@ -1,7 +1,5 @@
 """The playground: what it sends is what the library makes, and only this machine's own page gets it."""
 
-from __future__ import annotations
-
 import base64
 import http.client
 import importlib.util

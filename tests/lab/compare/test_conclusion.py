@@ -1,7 +1,5 @@
 """The sentence of `keepset compare` claims no more than one text shows."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import NormalDist, fmean, stdev

@@ -1,7 +1,5 @@
 """Figures of decoding against a loop that feeds one token after another."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any

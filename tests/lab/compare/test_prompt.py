@@ -1,7 +1,5 @@
 """The figures of a comparison against the same ones worked out from runs of their own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """A text cut into a prompt, what follows it and a question."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

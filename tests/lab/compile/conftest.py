@@ -1,7 +1,5 @@
 """Contexts for tiny models."""
 
-from __future__ import annotations
-
 import torch
 
 from keepset.lab.compile.corpus import ContextPool, Passage

@@ -1,7 +1,5 @@
 """From contexts to tables: what was planted is found, and an interrupted compilation ends where a whole one does."""
 
-from __future__ import annotations
-
 import dataclasses
 import sqlite3
 import subprocess

@@ -1,7 +1,5 @@
 """Files of texts, contexts cut from them, how an evaluation knows them again, and what is said of tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Equation 4 on bandits whose answer is known, and against its formula over every joint action."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Verdicts against recipes with the same tables in a file, and against the model's own full cache."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Entries from YAML: what they name exists, the papers' figures have their place."""
 
-from __future__ import annotations
-
 import re
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """From cells to figures, against means, trapezoids and straight lines in loops."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from statistics import fmean

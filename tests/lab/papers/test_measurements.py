@@ -1,7 +1,5 @@
 """Measurements that are no sweeps, against means in loops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean

@@ -1,7 +1,5 @@
 """docs/papers: every formula of the papers has its place there, and the tests that the pages name exist."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A browser for the reports, where there is one."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What pages are made of in tests: small results of every command, with hostile text wherever a text may be."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

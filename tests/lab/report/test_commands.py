@@ -1,7 +1,5 @@
 """What `results` and `latency` say; `test_pages.py` has how pages are drawn."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

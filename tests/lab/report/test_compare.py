@@ -1,7 +1,5 @@
 """The page of `keepset compare`, in Chromium, against the records and masks that it was made of."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

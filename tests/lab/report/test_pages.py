@@ -1,7 +1,5 @@
 """What every page promises: text stays text, no script but its own, drawn as described, no wider than the window."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Stand-ins for what asks: a task, a tokenizer of letters, a model that says what it is told, and its calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A task and a runner that need no model."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Token ids of what is asked, said a second time in words: the tokens of the tests are letters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A sweep on two workers of a Ray that runs on this machine: the same cells, and what becomes of workers that die."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Cells of one example, held against the harness's own model, `generate`, and caches fed by hand."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

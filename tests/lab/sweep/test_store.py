@@ -1,7 +1,5 @@
 """A sweep's file: what it gives back, who may write to it, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

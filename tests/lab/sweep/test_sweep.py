@@ -1,7 +1,5 @@
 """A sweep goes on where it was stopped, and makes no cell twice."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tasks as a user asks for them, and data files as a user writes them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Items of data sets: files as users write them, and a hub that may not answer."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

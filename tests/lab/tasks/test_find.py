@@ -1,7 +1,5 @@
 """Tasks by the names that users write."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import partial

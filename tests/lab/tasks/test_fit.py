@@ -1,7 +1,5 @@
 """Texts made to a length: the sizes that are found, against all sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

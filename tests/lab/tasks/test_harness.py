@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness, held against what its own evaluator asks of a model and makes of the answers."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """LongBench on a miniature of the official files, beside the harness's own tasks on the same records; LongBench v2."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """A fact in essays: where it lies, how long they are, and that the embedded model finds it with the full cache."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problems with an exact answer: prompts from data in several forms, and answers judged."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """RULER: its answers looked for in its prompts, its lengths counted, its scores beside the harness's; its files."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
