@@ -1,23 +1,120 @@
-"""The figures of events against sets."""
+"""The figures of events against sets, and repetition against a loop over n-grams."""
 
-from dataclasses import dataclass
+import math
+import random
+from functools import partial
 from itertools import pairwise
 from statistics import correlation, fmean
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import keepset
 from keepset import Budget, KeepSet, Observation, Recipe
-from keepset.lab.analysis.events import EventFigures, HeadSegments, head_segments
+from keepset.lab.analysis.events import (
+    EventFigures,
+    HeadSegments,
+    by_depth,
+    head_segments,
+    longest_run,
+    middle_retention,
+    proxy_segments,
+    repetition_rate,
+    wipeout_rate,
+)
 from keepset.methods.window import TOVA
 from tests.hf.models import prompt, tiny
 from tests.methods.naive import Given
+from tests.tiers import examples
 
-OPTIONS: dict[str, Any] = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-LENGTH, NEW = 19, 14
+Sets = list[list[set[int]]]  # [layer][head] -> kept positions
+
+
+def kept(sets: Sets, length: int) -> torch.Tensor:
+    return torch.tensor([[[t in s for t in range(length)] for s in heads] for heads in sets])
+
+
+def wiped(kept: set[int], length: int, region: int = 16) -> float:
+    regions = [set(range(at, min(at + region, length))) for at in range(0, length, region)]
+    return sum(not part & kept for part in regions) / len(regions)
+
+
+def middle(kept: set[int], length: int) -> float:
+    third = [t for t in range(length) if length // 3 <= t < length - length // 3]
+    return sum(t in kept for t in third) / len(third)
+
+
+@st.composite
+def events(draw: st.DrawFn) -> tuple[Sets, int]:
+    """What each head has kept of a text, and the text's length."""
+    layers, heads = draw(st.integers(1, 4)), draw(st.sampled_from([1, 3, 8]))
+    chance = random.Random(draw(st.integers(0, 10**6)))
+    length, share = draw(st.sampled_from([1, 2, 3, 7, 16, 17, 33, 54])), chance.choice([0.0, 0.1, 0.5, 1.0])
+    return [
+        [{t for t in range(length) if chance.random() < share} for _ in range(heads)] for _ in range(layers)
+    ], length
+
+
+@examples(200, derandomize=False)
+@given(event=events(), region=st.sampled_from([1, 2, 5, 16, 100]))
+def test_every_event_against_sets(event: tuple[Sets, int], region: int) -> None:
+    def runs(kept: set[int], length: int) -> int:
+        return sum(t - 1 not in kept for t in kept)
+
+    def run_length(kept: set[int], length: int) -> float:
+        return len(kept) / max(1, runs(kept, length))
+
+    mask = kept(*event)
+    numbers, lengths = proxy_segments(mask)
+    for measured, naive in (
+        (numbers, runs),
+        (lengths, run_length),
+        (wipeout_rate(mask, region), partial(wiped, region=region)),
+        (middle_retention(mask), middle),
+    ):
+        expected = torch.tensor([[naive(s, event[1]) for s in heads] for heads in event[0]], dtype=torch.float64)
+        torch.testing.assert_close(measured.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_by_hand() -> None:
+    assert wipeout_rate(kept([[{0, 1, 33}, {15, 16, 32}, set()]], 34))[0].tolist() == pytest.approx([1 / 3, 0, 1])
+    assert middle_retention(kept([[{0, 1, 2, 7, 8, 9}, {3, 4, 5, 6}, {3, 9}]], 10))[0].tolist() == [0, 1, 0.25]
+
+
+@examples(60, derandomize=False)
+@given(rows=st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))
+def test_longest_run(rows: list[list[bool]]) -> None:
+    def naive(row: list[bool]) -> int:
+        return max(len(run) for run in "".join("x" if flag else " " for flag in row).split(" "))
+
+    assert longest_run(torch.tensor(rows)).tolist() == [naive(row) for row in rows]
+    assert longest_run(torch.zeros(2, 0, dtype=torch.bool)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "early", "late"), [(1, 0, 0), (2, 1, 1), (3, 1, 1), (4, 1, 1), (5, 1, 1), (28, 8, 8), (30, 9, 9)]
+)
+def test_depth(layers: int, early: int, late: int) -> None:
+    values = torch.rand(layers, 2, 3, generator=torch.Generator().manual_seed(layers))
+    numbers = values.flatten(1).double().mean(-1).tolist()
+    parts = {"early": numbers[:early], "middle": numbers[early : layers - late], "late": numbers[layers - late :]}
+    expected = {name: math.fsum(part) / len(part) for name, part in parts.items() if part}
+    assert by_depth(values) == pytest.approx(expected, rel=1e-5)
+
+
+@examples(60, derandomize=False)
+@given(ids=st.lists(st.integers(0, 3), max_size=30), n=st.integers(1, 5))
+def test_repetition_is_the_share_of_ngrams_that_occurred_before(ids: list[int], n: int) -> None:
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    again = sum(gram in grams[:i] for i, gram in enumerate(grams))
+    expected = again / len(grams) if grams else 0.0
+    assert repetition_rate(torch.tensor(ids, dtype=torch.long), n) == pytest.approx(expected)
+    if n == 4:
+        assert repetition_rate(torch.tensor(ids, dtype=torch.long)) == pytest.approx(expected)
 
 
 def watched(recipe: Recipe, ids: torch.Tensor, begin: int, model: str = "llama") -> tuple[keepset.Cache, EventFigures]:
@@ -31,10 +128,7 @@ def watched(recipe: Recipe, ids: torch.Tensor, begin: int, model: str = "llama")
     return cache, watcher
 
 
-Sets = list[list[list[set[int]]]]
-
-
-def kept_by(cache: keepset.Cache, layers: int, heads: int) -> Sets:
+def kept_by(cache: keepset.Cache, layers: int, heads: int) -> list[Sets]:
     """What every event kept, layer by layer and head by head."""
     sets = [event.keep_set for event in cache.events]
     assert all(sets)
@@ -52,16 +146,10 @@ def test_figures_are_means_over_sets() -> None:
     assert [row.length for row in watcher.events] == lengths
     kept = kept_by(cache, layers, heads)
 
-    def wipeout(s: set[int], length: int) -> float:
-        return fmean(not s & set(range(a, a + 16)) for a in range(0, length, 16))
-
-    def middle(s: set[int], length: int) -> float:
-        return fmean(t in s for t in range(length // 3, length - length // 3))
-
     def gap(s: set[int], length: int) -> float:
         return max(b - a - 1 for a, b in pairwise([-1, *sorted(s), length]))
 
-    for name, of in (("wipeout", wipeout), ("middle", middle), ("longest_gap", gap)):
+    for name, of in (("wipeout", wiped), ("middle", middle), ("longest_gap", gap)):
         rows = [fmean(of(s, n) for layer in e for s in layer) for e, n in zip(kept, lengths, strict=True)]
         assert [row.figures[name] for row in watcher.events] == pytest.approx(rows)
         assert watcher.means[name] == pytest.approx(fmean(rows))
@@ -102,26 +190,6 @@ def test_high_mass_in_short_segments_is_a_correlation_below_0() -> None:
     assert HeadSegments(mass, torch.tensor([5, 10])).length_by_mass() is None
 
 
-@dataclass(frozen=True)
-class Halves(TOVA):
-    """TOVA that calls the two halves of the cache segments."""
-
-    name: ClassVar[str] = "halves"
-
-    def segments(self, observation: Observation, budget: Budget) -> SimpleNamespace:
-        entries = observation.valid.shape[2]
-        segment = (torch.arange(entries) >= entries // 2).long().expand(observation.valid.shape)
-        mass = torch.full(observation.valid.shape, 1 / entries)
-        return SimpleNamespace(mass=mass, segment=segment, quotas=torch.tensor([[[4, 5]]]).expand(1, 2, 2))
-
-
-def test_figures_are_of_a_methods_segments() -> None:
-    _, watcher = watched(Recipe.of(Halves(), keep=9, every=4), prompt(1, LENGTH + 8), LENGTH)
-    assert [row.length for row in watcher.events] == [19, 23, 27]
-    for row, entries in zip(watcher.events, (19, 13, 13), strict=True):
-        assert (row.figures["segments"], row.figures["segment_length"]) == (2, entries / 2)
-
-
 def test_segments_of_ams_are_those_that_it_kept_by() -> None:
     # With credit the mass depends on the state from before the event, which ams itself overwrites.
     # Without sinks and suffix nothing joins what the segments chose, and nothing is trimmed.
@@ -159,7 +227,10 @@ def test_segments_of_ams_are_those_that_it_kept_by() -> None:
             assert float(heads[head].mass.sum()) == pytest.approx(1, abs=1e-5)
             held[layer, head] = sorted(stays) + list(range(event.length, event.length + 6))
     every = [head for _, heads, _ in told for head in heads]
-    assert watcher.means["segments"] == pytest.approx(fmean(len(head.ends) for head in every))
+    counts = [len(head.ends) for head in every]
+    assert watcher.means["segments"] == pytest.approx(fmean(counts))
+    lengths = [len(head.mass) / count for head, count in zip(every, counts, strict=True)]
+    assert watcher.means["segment_length"] == pytest.approx(fmean(lengths))
     found = [value for head in every if (value := head.length_by_mass()) is not None]
     assert watcher.means["length_by_mass"] == pytest.approx(fmean(found))
 

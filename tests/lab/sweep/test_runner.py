@@ -4,7 +4,6 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch
 from transformers import DynamicCache
 
 import keepset
-from keepset import Budget, KeepsetError, Observation, Recipe
+from keepset import Budget, KeepsetError, Recipe
 from keepset.hf.prompt_session import Recorder
-from keepset.lab.analysis.events import repetition_rate
+from keepset.lab.analysis.events import EventFigures, repetition_rate
 from keepset.lab.candidate import Candidate, candidates
 from keepset.lab.record import FULL, Record
 from keepset.lab.sweep.runner import CellRun, Runner
@@ -146,12 +145,11 @@ def test_answers_are_those_of_generate(architecture: str) -> None:
 def test_of_awkward_models_and_contexts_too(architecture: str) -> None:
     half = architecture == "bfloat16"
     model = copy.deepcopy(tiny("llama")).bfloat16() if half else tiny(architecture)
+    todo = parsed("adakv(snapkv(window=4), keep=8)", "knorm(keep=8, every=3)")[1:]
     for context in ("A", "AAAAAAAA" if half else CONTEXT):
         for mode, parts in (("agnostic", (context, " Who?")), ("prompt", (context + " Who?", ""))):
-            todo = parsed("adakv(snapkv(window=4), keep=8)", "knorm(keep=8, every=3)")[1:]
             for cell in run(todo, example=replace(ONE, context=context), model=model, mode=mode):
-                cache = keepset.Cache(model, cell.recipe)
-                assert replies(cell) == [answered(model, cache, *parts)], (cell.recipe, context)
+                assert replies(cell) == [answered(model, keepset.Cache(model, cell.recipe), *parts)], (context, mode)
 
 
 def test_a_recipe_is_told_the_questions_where_it_can_be_and_sees_them_where_it_cannot() -> None:
@@ -472,83 +470,31 @@ def test_a_draw_is_by_the_seed_and_all_candidates_have_the_same_luck() -> None:
 # --- figures
 
 
-def mean_of(values: Sequence[float]) -> Any:
-    return pytest.approx(fmean(values)) if values else None
-
-
 @pytest.mark.few(1)
-@pytest.mark.parametrize("text", ["tova(keep=24, every=5)", "adakv(knorm, keep=20, prefill=False, every=4)"])
-def test_what_events_do_to_a_text_is_measured(text: str) -> None:
-    """Against positions as sets, event by event."""
-    model, tokens = tiny("llama"), 16
-    [cell] = run(parsed(text)[1:], example=ONE, task=Exact(tokens, decodes=True), mode="prompt")
-    cache = keepset.Cache(model, text, history=True)
-    answered(model, cache, CONTEXT + " Who?", "", tokens)
-    rates: dict[str, list[list[float]]] = {"wipeout": [], "middle": [], "iou": [], "survived": []}
-    before: dict[tuple[int, int], set[int]] = {}
-    for event in cache.events:
-        assert event.keep_set is not None
-        rows: dict[str, list[float]] = {name: [] for name in rates}
-        for layer in event.keep_set.layers:
-            for head in range(2):
-                kept, length = set(event.keep_set.positions(layer, 0, head).tolist()), event.length
-                regions = [set(range(start, min(start + 16, length))) for start in range(0, length, 16)]
-                rows["wipeout"].append(sum(not region & kept for region in regions) / len(regions))
-                middle = set(range(length // 3, length - length // 3))
-                rows["middle"].append(len(middle & kept) / len(middle))
-                if (layer, head) in before:
-                    old = before[layer, head]
-                    rows["iou"].append(len(old & kept) / len(old | kept))
-                    rows["survived"].append(len(old & kept) / len(old))
-                before[layer, head] = kept
-        for name, values in rows.items():
-            rates[name] += [values] if values else []
-    assert cell.error is None and len(rates["iou"]) >= 2
-    for name, events in rates.items():
-        assert cell.figures.get(name) == mean_of([value for values in events for value in values]), name
-    layers = len(cache.keep_set.layers)  # type: ignore[union-attr]
-    end = round(2 * layers / 7)
-    for stage, part in {"early": range(end), "middle": range(end, layers - end)}.items():
-        shown = [values[2 * layer + head] for values in rates["iou"] for layer in part for head in range(2)]
-        assert cell.figures.get(f"iou_{stage}") == mean_of(shown)
-
-
-@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ams(tova, window=4, min_segment=2, max_segment=8, sinks=1, recent=3, keep=40, every=8, prefill=False)",
+        "tova(keep=24, every=5)",
+        "adakv(knorm, keep=20, prefill=False, every=4)",
+    ],
+)
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
-def test_segments_of_events_while_decoding_are_counted(architecture: str) -> None:
-    """Against a cache of their own, whose observations tell of every entry which segment it is in."""
-    model, tokens = tiny(architecture), 23
-    text = "ams(tova, window=4, min_segment=2, max_segment=8, sinks=1, recent=3, keep=40, every=8, prefill=False)"
-    told: dict[int, dict[int, list[tuple[int, float]]]] = {}
-
-    def note(observation: Observation, budget: Budget, keep_set: keepset.KeepSet) -> None:
-        entries, segments = observation.keys.shape[2], method.segments(observation, budget).segment[0].tolist()
-        held = [len({head[at] for at in range(entries)}) for head in segments]
-        event = told.setdefault(int(observation.lengths[0]), {})
-        event[observation.layer] = [(number, entries / number) for number in held]
-
-    cache = keepset.Cache(model, text, observer=note)
-    method: Any = cache.recipe.method
+def test_events_are_watched_after_every_token(architecture: str, text: str) -> None:
+    """As of a cache of its own, fed token by token; `analysis/test_events.py` has what the figures are."""
+    model, tokens, recipe = tiny(architecture), 23, Recipe.parse(text)
+    full, cell = run(parsed(text), example=ONE, task=Exact(tokens, decodes=True), mode="prompt", model=model)
+    watcher = EventFigures(recipe.method)
+    cache = keepset.Cache(model, recipe, history=True, observer=watcher.observe)
     said = ids_of(CONTEXT + " Who?")
     with torch.no_grad():
         for _ in range(tokens):
             said = model(said, past_key_values=cache).logits[:, -1:].argmax(-1)
-    full, cell = run(parsed(text), example=ONE, task=Exact(tokens, decodes=True), mode="prompt", model=model)
-    assert cell.error is full.error is None and "segments" not in full.figures and len(told) == 2
-    for place, name in enumerate(("segments", "segment_length")):
-        layers = [
-            [head[place] for event in told.values() for head in event[layer]] for layer in sorted(cache.managed_layers)
-        ]
-        end = round(2 * len(layers) / 7)
-        parts = {name: layers, f"{name}_early": layers[:end], f"{name}_late": layers[len(layers) - end :]}
-        for figure, part in parts.items():
-            assert cell.figures.get(figure) == mean_of([value for layer in part for value in layer]), figure
-    assert cell.figures["segments"] != cell.figures["segments_early"]
-
-
-def test_a_recipe_without_events_while_decoding_has_no_such_figures() -> None:
-    for cell in run(parsed("knorm(keep=0.5)"), task=Exact(4, decodes=True), mode="prompt"):
-        assert cell.error is None and not {"wipeout", "iou"} & set(cell.figures)
+            watcher.look(cache)
+    assert cell.error is full.error is None and len(watcher.events) > 1
+    assert {name: cell.figures.get(name) for name in watcher.means} == pytest.approx(watcher.means)
+    assert {"wipeout", "iou", "survived", "segments"} <= watcher.means.keys()
+    assert not {"wipeout", "segments"} & full.figures.keys()
 
 
 def full_bytes(model: Any, tokens: int) -> int:
@@ -565,15 +511,13 @@ def full_bytes(model: Any, tokens: int) -> int:
 def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
     model, text = tiny(architecture), "adakv(snapkv(window=4), keep=0.3)"
     full, cell = run(parsed(text), model=model)
-    assert full.error is cell.error is None
     cache = keepset.Cache(model, text)
     with torch.no_grad():
         model(ids_of(CONTEXT), past_key_values=cache)
-    assert (cell.figures["kv_bytes"], cell.figures["share"]) == (cache.nbytes, cache.share)
-    assert cell.figures["keep"] == cache.events[0].kept / cache.events[0].entries
-    expected = full_bytes(model, len(CONTEXT))
-    assert full.figures["kv_bytes"] == full.figures["kv_bytes_full"] == cell.figures["kv_bytes_full"] == expected
-    assert full.figures["keep"] == full.figures["share"] == 1.0 and full.requested is None
+    kept, expected = cache.events[0].kept / cache.events[0].entries, full_bytes(model, len(CONTEXT))
+    names = ("kv_bytes", "kv_bytes_full", "share", "keep")
+    assert [cell.figures[name] for name in names] == [cache.nbytes, expected, cache.share, kept]
+    assert [full.figures[name] for name in names] == [expected, expected, 1.0, 1.0] and full.requested is None
 
 
 @pytest.mark.few(2)
