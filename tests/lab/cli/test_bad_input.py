@@ -185,8 +185,8 @@ def test_models_that_are_none(run: Run) -> None:
         run, "compare", "--model", "./absent", because="'./absent' is neither an existing folder nor the name"
     )
     check_refused(run, "generate", "Hello", "--model", "folder", because="The folder 'folder' has no config.json")
-    check_refused(run, *["context", "ask", "foreign", "Why?", "--model", "folder"], because="'foreign' is no saved context")
-    check_refused(run, *["tune", "--text", "text", "--model", "model"], because="The model 'model' cannot be loaded")
+    check_refused(run, "context", "ask", "foreign", "Why?", "--model", "folder", because="'foreign' is no saved")
+    check_refused(run, "tune", "--text", "text", "--model", "model", because="The model 'model' cannot be loaded")
 
 
 @pytest.mark.usefixtures("tiny", "text")

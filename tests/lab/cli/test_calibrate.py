@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from keepset.core.statistics import load
-from keepset.lab import texts
 from keepset.lab.calibrate import measure
 from tests.lab.cli.conftest import Run
 
 SMALL = ("--tokens", "300", "--length", "100", "--gate-steps", "1", "--text", "text")
 GATELESS = ("--gate-steps", "0")
+pytestmark = pytest.mark.usefixtures("text")
 
 
 def provenance(path: Path) -> Any:
@@ -22,7 +22,6 @@ def provenance(path: Path) -> Any:
         return json.loads(file.metadata()["keepset_statistics"])
 
 
-@pytest.mark.usefixtures("text")
 def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> None:
     words = ("--model", str(tiny_folder), "--out", "stats.safetensors", "--seed", "2", *SMALL)
     done = run("calibrate", *words)
@@ -40,8 +39,7 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
         assert done.code == 0 and recipe.partition("(")[0] in done.err
 
 
-@pytest.mark.usefixtures("text", "tiny")
-def test_gates_can_be_left_out(run: Run) -> None:
+def test_gates_can_be_left_out(run: Run, tiny: Any) -> None:
     assert run("calibrate", "--out", "a", *SMALL, *GATELESS).code == 0
     assert load("a").retrieval == {} and "gates" not in provenance(Path("a"))
     done = run("generate", "Hello", "--recipe", "duo_attention(stats='a', keep=100)")
@@ -49,7 +47,6 @@ def test_gates_can_be_left_out(run: Run) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("text")
 def test_imports_what_others_have_published(run: Run, tiny_folder: Path) -> None:
     """Gates are not trained if they are imported, and several files make one."""
     Path("pattern").mkdir()
@@ -73,29 +70,17 @@ def test_imports_what_others_have_published(run: Run, tiny_folder: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("text", "tiny")
-def test_essays_unless_texts_are_given(run: Run) -> None:
+def test_essays_unless_texts_are_given_and_texts_that_are_shorter_than_asked(run: Run, tiny: Any) -> None:
     assert run("calibrate", "--out", "a", *SMALL[:4], *GATELESS).code == 0
-    Path("other").write_text(texts.essay()[3000:5000], encoding="utf-8")
-    assert run("calibrate", "--out", "b", *SMALL, *GATELESS).code == 0
-    assert run("calibrate", "--out", "c", *SMALL, *GATELESS, "--text", "other").code == 0
-    assert len({provenance(Path(name))["corpus"]["sha256"] for name in "abc"}) == 3
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("text", "tiny")
-def test_says_when_the_texts_are_shorter_than_asked(run: Run) -> None:
-    words = ("--text", "text", "--length", "64", *GATELESS)
-    done = run("calibrate", "--out", "a", *words)
-    assert done.code == 0
-    assert "fewer than the 16384 asked for" in done.err
+    done = run("calibrate", "--out", "b", *SMALL[-2:], *GATELESS, "--length", "64")
+    assert done.code == 0 and "fewer than the 16384 asked for" in done.err
+    assert provenance(Path("a"))["corpus"]["sha256"] != provenance(Path("b"))["corpus"]["sha256"]
     # What is left is too little for a passage.
-    done = run("calibrate", "--out", "b", *words, "--tokens", "69")
+    done = run("calibrate", "--out", "c", *SMALL[-2:], *GATELESS, "--length", "64", "--tokens", "69")
     assert (done.code, done.err) == (0, "") and "over 64 tokens in 1 passages" in done.out
 
 
-@pytest.mark.usefixtures("text", "tiny")
-def test_an_interrupt_leaves_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_nothing(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import keepset
 from keepset import defaults
@@ -10,6 +11,7 @@ from keepset.hf.prompt_session import CachedPrompt
 from keepset.lab.cli import checks, console
 from keepset.lab.cli.checks import offered_recipes
 from keepset.lab.cli.compare import BUDGETS as DEFAULT_BUDGETS
+from keepset.lab.compare import decode
 from keepset.lab.compare.decode import DecodeComparer
 from keepset.lab.compare.prompt import PromptComparer
 from tests.lab.cli.conftest import Run, load_json
@@ -95,24 +97,15 @@ def test_figures_page_and_table(run: Run) -> None:
     assert last == "Nothing can be concluded from a text of 200 tokens: give one of at least 256."
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["compare", "--prompt-tokens", "200", "--recipes", "knorm", "--budgets", "0.5"],
-        ["compare", "--text", "text", "--question", "Who?", "--answer", "me", "--recipes", "knorm(keep=0.5)"],
-    ],
-    ids=["essay", "own text"],
-)
-def test_json_with_a_question(run: Run, words: list[str]) -> None:
-    done = run(*words, "--continuation", "8", "--json", "-")
+def test_json_with_a_question(run: Run) -> None:
+    """About the essay; `test_images.py` asks about a text of one's own."""
+    done = run("compare", "--prompt-tokens", "200", "--recipes", "knorm(keep=0.5)", "--json", "-")
     assert done.code == 0
     comparison = load_json(done.out)
     assert set(comparison["needle"]) == {"question", "answer"} and set(comparison["full"]) == FULL | ASKED
     (row,) = comparison["rows"]
     assert set(row) == ROW | ASKED
-    answered = comparison["needle"]["answer"].lower() in row["answer"].lower()
-    assert row["needle_found"] is answered
+    assert row["needle_found"] is (comparison["needle"]["answer"].lower() in row["answer"].lower())
 
 
 def test_row_that_fails(run: Run) -> None:
@@ -123,10 +116,7 @@ def test_row_that_fails(run: Run) -> None:
     rows = figures()["rows"]
     grid = [f"{name}({budget})" for name in ("tova", "snapkv") for budget in ("bytes=0.5", "keep=8")]
     assert [row["recipe"] for row in rows] == [*grid, "tova(keep=30, every=8)"]
-    for row in rows[:3]:
-        assert set(row) == ROW
-    for row in rows[3:]:
-        assert set(row) == {"recipe", "method", "requested", "error"}
+    assert [set(row) for row in rows] == [ROW] * 3 + [{"recipe", "method", "requested", "error"}] * 2
     assert rows[3]["error"].startswith("keep=8 is below the 64 entries that always stay")
     assert done.out.count("keep=8 is below the 64 entries that always stay") == 1
     assert (
@@ -155,38 +145,29 @@ DECODE = ("compare", "--decode", "--text", "text", "--prompt-tokens", "100")
 DECODE += ("--recipes", "tova, knorm(keep=30, every=7)")
 
 
-@pytest.mark.full
-def test_decode_figures(run: Run) -> None:
-    done = run(*DECODE, "--continuation", "300", "--budgets", "20,40", "--every", "16", "--json", "-")
-    assert (done.code, done.err) == (0, "")
-    comparison = load_json(done.out)
-    assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 300, 256)
+def test_decode_figures_table_and_page(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "DRIFT_TOKENS", 64)
+    words = ("--continuation", "100", "--budgets", "20,40", "--every", "16", "--json", "figures", "--html", "page.html")
+    done = run(*DECODE, *words)
+    assert (done.code, done.err) == (0, "figures: figures\nreport: page.html\n")
+    assert "MB of 16-bit peak MB KL top-1 prefill" in " ".join(done.out.splitlines()[1].split())
+    assert "  tova(every=16) " in done.out and "Fidelity against bytes" in Path("page.html").read_text(encoding="utf-8")
+    comparison = figures()
+    assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 100, 64)
     assert set(comparison["full"]) == FULL | {"kv_bytes_peak"}
-    assert comparison["full"]["kv_bytes_peak"] == 400 * KEYS_AND_VALUES
+    assert comparison["full"]["kv_bytes_peak"] == 200 * KEYS_AND_VALUES
     recipes = ["tova(keep=20, every=16)", "tova(keep=40, every=16)", "knorm(keep=30, every=7)"]
     assert [row["recipe"] for row in comparison["rows"]] == recipes
     for row, keep, every in zip(comparison["rows"], (20, 40, 30), (16, 16, 7), strict=True):
         assert set(row) == ROW | {"kv_bytes_peak", "kl_drift"}
-        assert row["keep"] == (keep + 300 % every) / 400
+        assert row["keep"] == (keep + 100 % every) / 200
         assert row["kv_bytes"] <= row["kv_bytes_peak"] < (keep + every + 64) * (KEYS_AND_VALUES + POSITIONS)
         assert row["kv_bytes_full"] == comparison["full"]["kv_bytes"]
         assert len(row["kl_drift"]) == 2 and min(row["kl_drift"]) > 1e-6
 
 
-def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
-    done = run(*DECODE, "--continuation", "80", "--budgets", "20", "--html", "page.html")
-    assert (done.code, done.err) == (0, "report: page.html\n")
-    header = done.out.splitlines()[1]
-    assert header.split() == ["recipe", "MB", "of", "16-bit", "peak", "MB", "KL", "top-1", "prefill"]
-    assert "  tova(every=64) " in done.out
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "Fidelity against bytes" in page and "knorm(keep=30, every=7)" in page
-
-
 @pytest.mark.full
 def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
-    import torch
-
     model, tokenizer = tiny
     done = run(*DECODE, "--generate", "40", "--budgets", "4096", "--json", "-")
     assert done.code == 0
@@ -225,21 +206,15 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptComparer, "_measure", row)
 
 
-@pytest.mark.few(1)
 @pytest.mark.usefixtures("interrupted")
-@pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
-def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_json: bool) -> None:
+def test_what_is_done_is_there_after_an_interrupt(run: Run) -> None:
     words = (*COMPARE[:4], "300", *COMPARE[5:])  # long enough to conclude something
-    done = run(*words, "--html", "page.html", *(["--json", "-"] if as_json else []))
-    assert done.code == 130
-    assert done.err == "report: page.html\ninterrupted after 1 of 6 rows: nothing is concluded\n"
-    if as_json:
-        shown = load_json(done.out)
-        assert [row["recipe"] for row in shown["rows"]] == CANONICAL[:1] and shown["conclusion"] == ""
-    else:
-        *_, budget, row = done.out.splitlines()
-        assert budget.strip() == BUDGETS[0] and row.split()[0] == "tova"
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    done = run(*words, "--html", "page.html", "--json", "figures")
+    assert done.code == 130 and done.err.endswith("interrupted after 1 of 6 rows: nothing is concluded\n")
+    assert [row["recipe"] for row in figures()["rows"]] == CANONICAL[:1] and figures()["conclusion"] == ""
+    *_, budget, row = done.out.splitlines()
+    assert budget.strip() == BUDGETS[0] and row.split()[0] == "tova"
+    page = Path("page.html").read_text(encoding="utf-8")
     assert CANONICAL[0] in page and CANONICAL[1] not in page
 
 

@@ -11,7 +11,7 @@ from keepset.lab.compile.cql import WEIGHTS
 from keepset.lab.compile.judge import Judge
 from keepset.recipe import in_short
 from tests.core.test_tables import random_tables
-from tests.lab.cli.conftest import Run
+from tests.lab.cli.conftest import Run, check_refused
 
 SMALL = (
     *("--recipe", "compilerkv(window=8)", "--budgets", "16,24", "--sample", "3"),
@@ -52,22 +52,22 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
 @pytest.mark.usefixtures("text", "tiny")
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("compile", "--out", "whole", *SMALL).code == 0
-    true, left = Judge.verdict, [7]
+    true, left = Judge.verdict, iter(range(7))
 
     def interrupted(self: Judge, *args: Any, **kwargs: Any) -> Any:
-        if not left[0]:
+        if next(left, None) is None:
             raise KeyboardInterrupt
-        left[0] -= 1
         return true(self, *args, **kwargs)
 
-    monkeypatch.setattr(Judge, "verdict", interrupted)
-    done = run("compile", "--out", "again", *SMALL, "--log", "log")
+    again = ("compile", "--out", "again", *SMALL, "--log", "log")
+    with monkeypatch.context() as patch:
+        patch.setattr(Judge, "verdict", interrupted)
+        done = run(*again)
     assert done.code == 130 and "the same command goes on from there" in done.err and not Path("again").exists()
-    monkeypatch.setattr(Judge, "verdict", true)
-    assert run("compile", "--out", "again", *SMALL, "--log", "log").code == 0
-    assert Path("again").read_bytes() == Path("whole").read_bytes()
-    done = run("compile", "--out", "other", *SMALL, "--log", "log", "--seed", "1")
-    assert done.code == 2 and "'log' is the log of another compilation" in done.err
+    assert run(*again).code == 0 and Path("again").read_bytes() == Path("whole").read_bytes()
+    check_refused(
+        run, *again[:2], "other", *again[3:], "--seed", "1", because="'log' is the log of another compilation"
+    )
 
 
 @pytest.mark.usefixtures("tiny", "text")

@@ -16,14 +16,7 @@ from tests.hf.models import generate
 from tests.lab.cli.conftest import Run, check_refused
 
 RECIPE = "adakv(snapkv(window=8), keep=0.5)"
-
-
-@pytest.fixture
-def built(run: Run, tiny: Any, text: Path) -> Path:
-    """A saved context of the text."""
-    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
-    assert (done.code, done.err) == (0, "")
-    return Path("saved")
+BUILD = ("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
 
 
 def parts(tokenizer: Any, text: str, question: str) -> list[torch.Tensor]:
@@ -33,12 +26,11 @@ def parts(tokenizer: Any, text: str, question: str) -> list[torch.Tensor]:
 
 
 def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
-    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
+    done = run(*BUILD)
     assert (done.code, done.err) == (0, "")
     match = re.fullmatch(
         r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values before, ([\d.]+) MB after "
-        r"\(([\d.]+)% of a full 16-bit cache's\); "
-        r"the file has ([\d.]+) MB\n",
+        r"\(([\d.]+)% of a full 16-bit cache's\); the file has ([\d.]+) MB\n",
         done.out,
     )
     assert match and match[2] == RECIPE
@@ -89,8 +81,9 @@ def test_answers_are_those_of_a_cache_that_was_never_saved(run: Run, tiny: Any, 
     assert Path("saved").read_bytes() == before
 
 
-def test_a_seed_repeats_a_sample(run: Run, built: Path) -> None:
-    words = ["context", "ask", str(built), "Why?", "--output-tokens", "8", "--temperature", "1"]
+def test_a_seed_repeats_a_sample(run: Run, tiny: Any, text: Path) -> None:
+    assert run(*BUILD).code == 0
+    words = ["context", "ask", "saved", "Why?", "--output-tokens", "8", "--temperature", "1"]
     samples = [run(*words, "--seed", seed).out.rsplit("\n", 2)[0] for seed in ("1", "1", "2")]
     assert samples[0] == samples[1] != samples[2]
 
@@ -99,7 +92,7 @@ def test_a_seed_repeats_a_sample(run: Run, built: Path) -> None:
 def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
-    assert run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE, "--model", "model").code == 0
+    assert run(*BUILD, "--model", "model").code == 0
     words = ("context", "ask", "saved", "Why?", "--output-tokens", "4")
     assert run(*words).code == 0
     folder.rename(tmp_path / "moved")
@@ -110,10 +103,9 @@ def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, 
 
 def test_a_file_is_replaced_only_by_force(run: Run, tiny: Any, text: Path) -> None:
     Path("saved").write_text("precious", encoding="utf-8")
-    words = ("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
-    check_refused(run, *words, because="'saved' exists: name another file with --out, or replace it with --force.")
+    check_refused(run, *BUILD, because="'saved' exists: name another file with --out, or replace it with --force.")
     assert Path("saved").read_text(encoding="utf-8") == "precious"
-    assert run(*words, "--force").code == 0
+    assert run(*BUILD, "--force").code == 0
     assert run("context", "ask", "saved", "Why?", "--output-tokens", "2").code == 0
 
 
@@ -126,13 +118,8 @@ def test_what_is_not_written_leaves_nothing(
         raise error
 
     monkeypatch.setattr(safetensors.torch, "save_file", half)
-    done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
-    assert done.out == ""
-    if error is KeyboardInterrupt:
-        assert done.code == 130
-    else:
-        assert (done.code, done.err) == (
-            2,
-            "keepset: 'saved' cannot be written (No space left on device): name another file.\n",
-        )
+    said = "keepset: 'saved' cannot be written (No space left on device): name another file.\n"
+    done = run(*BUILD)
+    assert (done.code, done.out) == (130 if error is KeyboardInterrupt else 2, "")
+    assert error is KeyboardInterrupt or done.err == said
     assert [path.name for path in Path.cwd().iterdir()] == ["text"]

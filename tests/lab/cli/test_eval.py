@@ -83,50 +83,28 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
         0,
         "The budget 40 is 40 entries of every head; 40 % of the bytes are 0.4.\n" + WHERE,
     )
-    summary = json.loads(done.out)
-    recipes = [FULL, "snapkv(window=8, bytes=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
+    summary, cells = json.loads(done.out), stored()
+    recipes = {FULL, "snapkv(window=8, bytes=0.5)", "snapkv(window=8, keep=40)", *BASELINES}
     assert [row["task"] for row in summary["rows"]] == ["needle@256"] * 7 + ["needle@300"] * 7
-    for names in ([row["recipe"] for row in summary["rows"][part]] for part in (slice(7), slice(7, 14))):
-        assert names[0] == FULL and sorted(names) == sorted(recipes)
-        budgets = 3 * ["bytes=0.5)"] + 3 * ["keep=40)"]
-        assert all(name.endswith(budget) for name, budget in zip(names[1:], budgets, strict=True))
+    assert {row["recipe"] for row in summary["rows"][:7]} == {row["recipe"] for row in summary["rows"][7:]} == recipes
     assert all(row["examples"] == 2 and row["failed"] == 0 for row in summary["rows"])
-    cells = stored()
     assert len(cells) == 28 and all(each.error is None for each in cells)
-
     # What is in the file is what the runner makes of the same examples by itself.
-    by_itself = Runner(*tiny, mode="prompt", chat=True)
-    (task,) = finding.find(["needle"], TaskSettings(lengths=(300,)))
-    again = [
-        made
-        for example in task.examples(tiny[1], limit=2, seed=0)
-        for made in by_itself.run(
-            task, example, command._candidates(task, NEEDLE[-3], parse_budgets(NEEDLE[-1]), 64, (0, 0), True), 0
-        )
-    ]
+    by_itself, (task,) = Runner(*tiny, mode="prompt", chat=True), finding.find(["needle"], TaskSettings(lengths=(300,)))
+    todo = command._candidates(task, NEEDLE[-3], parse_budgets(NEEDLE[-1]), 64, (0, 0), True)
     kept = {(each.example, each.recipe): each for each in cells if each.task == "needle@300"}
-    assert len(again) == len(kept) == 14
-    for each in again:
-        there = kept[each.example, each.recipe]
-        assert each.error is None and there.error is None
-        assert (each.scores, each.replies) == (there.scores, there.replies)
-        assert (each.figures["kv_bytes"], each.facts) == (there.figures["kv_bytes"], there.facts)
-
-
-def test_table(run: Run, stub: type[Stub]) -> None:
-    done = run("eval", "counting", "--recipes", "knorm", "--budgets", "0.5")
-    assert (done.code, done.err) == (0, WHERE)
-    for text in (FULL, "knorm(bytes=0.5)", "random(bytes=0.5)", "streaming_llm(bytes=0.5)"):
-        assert sum(text in line for line in done.out.splitlines()) >= 1
-    assert Stub.asking == {"mode": "prompt", "chat": True, "temperature": 0.0}
+    for example in task.examples(tiny[1], limit=2, seed=0):
+        for each in by_itself.run(task, example, todo, 0):
+            there = kept.pop((each.example, each.recipe))
+            assert (each.scores, each.replies, each.facts) == (there.scores, there.replies, there.facts)
+            assert each.figures["kv_bytes"] == there.figures["kv_bytes"]
+    assert not kept
 
 
 def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> None:
-    options = (
-        *("--mode", "agnostic", "--no-chat", "--temperature", "0.5", "--limit", "2", "--output-tokens", "7"),
-        *("--seeds", "3,5", "--out", "x.sqlite"),
-    )
-    assert run("eval", "counting", *options).code == 0
+    options = "--mode agnostic --no-chat --temperature 0.5 --limit 2 --output-tokens 7 --seeds 3,5 --out x.sqlite"
+    done = run("eval", "counting", *options.split())
+    assert done.code == 0 and FULL in done.out and "streaming_llm(bytes=0.5)" in done.out  # the tables
     assert Stub.asking == {"mode": "agnostic", "chat": False, "temperature": 0.5} and Stub.answer == 7
     assert {(each.seed, each.example) for each in stored("x.sqlite")} == {(s, e) for s in (3, 5) for e in "01"}
     with Store.open(Path("x.sqlite")) as store:
@@ -196,15 +174,21 @@ def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None
     ]
 
 
+DECODED = ("random(keep=64, protect_prompt=True, every=64)", "streaming_llm(keep=64, every=64)")
+
+
 @pytest.mark.parametrize(
     ("words", "counting", "reckoning"),
     [
         (
-            ["--recipes", "tova, knorm(keep=0.1)", "--budgets", "0.5,64", "--every", "16"],
+            "--recipes tova,knorm(keep=0.1) --budgets 0.5,64 --every 16",
             [
                 *("tova(bytes=0.5)", "tova(keep=64)", "knorm(keep=0.1)"),
-                *("random(keep=0.1)", "random(bytes=0.5)", "random(keep=64)"),
-                *("streaming_llm(keep=0.1)", "streaming_llm(bytes=0.5)", "streaming_llm(keep=64)"),
+                *(
+                    f"{name}({keep})"
+                    for name in ("random", "streaming_llm")
+                    for keep in ("keep=0.1", "bytes=0.5", "keep=64")
+                ),
             ],
             [
                 *("tova(keep=64, every=16)", "knorm(keep=0.1, every=16)"),
@@ -212,29 +196,26 @@ def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None
             ],
         ),
         (
-            ["--recipes", "tova(keep=99, every=8)"],
+            "--recipes tova(keep=99,every=8)",
             ["tova(keep=99, every=8)", "random(keep=99)", "streaming_llm(keep=99)"],
-            [
-                "tova(keep=99, every=8)",
-                *("random(keep=99, protect_prompt=True, every=64)", "streaming_llm(keep=99, every=64)"),
-            ],
+            ["tova(keep=99, every=8)", *(baseline.replace("64", "99", 1) for baseline in DECODED)],
         ),
         (
-            ["--recipes", "tova, random", "--budgets", "64", "--no-baselines"],
+            "--recipes tova,random --budgets 64 --no-baselines",
             ["tova(keep=64)", "random(keep=64)"],
             ["tova(keep=64, every=64)", "random(keep=64, every=64)"],
         ),
         (
-            ["--recipes", "gvote", "--budgets", "64"],
+            "--recipes gvote --budgets 64",
             ["gvote", "random(keep=64)", "streaming_llm(keep=64)"],
-            ["gvote(every=64)", "random(keep=64, protect_prompt=True, every=64)", "streaming_llm(keep=64, every=64)"],
+            ["gvote(every=64)", *DECODED],
         ),
     ],
 )
 def test_baselines_have_the_budgets_of_the_others(
-    run: Run, stub: type[Stub], words: list[str], counting: list[str], reckoning: list[str]
+    run: Run, stub: type[Stub], words: str, counting: list[str], reckoning: list[str]
 ) -> None:
-    run("eval", "counting", "reckoning", "--limit", "1", *words)
+    run("eval", "counting", "reckoning", "--limit", "1", *words.split())
     assert recipes("counting") == [FULL, *counting]
     assert recipes("reckoning") == [FULL, *reckoning]
 
@@ -298,11 +279,10 @@ def test_another_configuration_is_refused_before_the_model_is_loaded(
     loaded = models.load
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
     check_refused(run, "eval", "counting", "--limit", "3", because="has other settings (--limit: 2, not 3)")
-    check_refused(
-        run, "eval", "counting", "--limit", "2", "--mode", "agnostic", because="(--mode: prompt, not agnostic)"
-    )
+    two = ("eval", "counting", "--limit", "2")
+    check_refused(run, *two, "--mode", "agnostic", because="(--mode: prompt, not agnostic)")
     monkeypatch.setattr(models, "load", loaded)
-    check_refused(run, "eval", "counting", "--limit", "2", "--no-chat", because="(chat template: yes, not no)")
+    check_refused(run, *two, "--no-chat", because="(chat template: yes, not no)")
 
 
 def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,26 +9,23 @@ from keepset import KeepsetError
 from tests.lab.cli.conftest import Run
 
 LATENCY = ("bench", "latency", "--prompt-tokens", "32,64", "--output-tokens", "3", "--rounds", "2")
+pytestmark = pytest.mark.usefixtures("tiny", "text")
 
 
-@pytest.mark.usefixtures("tiny", "text")
 def test_table_and_json(run: Run) -> None:
     files = ("--text", "text", "--json", "a.json")
     done = run(*LATENCY, "--recipes", "tova(keep=20), knorm(keep=20)", *files)
     assert (done.code, done.err) == (0, "figures: a.json\n")
     lines = [line.split() for line in done.out.splitlines()]
     assert " ".join(lines[1]) == "recipe first token tokens/s latency KV cache, MB peak, MB"
-    names = ["full cache", "tova(keep=20)", "knorm(keep=20)"]
-    assert [" ".join(line).startswith(name) for line, name in zip(lines[3:6] + lines[7:], 2 * names, strict=False)] == [
-        True
-    ] * 6
+    for line, name in zip(lines[3:6] + lines[7:10], 2 * ["full cache", "tova(keep=20)", "knorm(keep=20)"], strict=True):
+        assert " ".join(line).startswith(name)
     assert [lines[at] for at in (2, 6)] == [f"{tokens} tokens of prompt".split() for tokens in (32, 64)]
     result = json.loads(Path("a.json").read_text())
     assert result["rounds"] == 2 and len(result["rows"]) == 6
     assert all(len(row["rounds"]) == 2 and row["error"] is None for row in result["rows"])
 
 
-@pytest.mark.usefixtures("tiny", "text")
 def test_one_token_has_no_rate(run: Run) -> None:
     words = ("--prompt-tokens", "32", "--output-tokens", "1", "--rounds", "1", "--json", "a", "--text", "text")
     done = run("bench", "latency", *words, "--recipes", "tova(keep=9)")
@@ -36,7 +33,6 @@ def test_one_token_has_no_rate(run: Run) -> None:
     assert [row["tokens_per_second"] for row in json.loads(Path("a").read_text())["rows"]] == [None] * 2
 
 
-@pytest.mark.usefixtures("tiny", "text")
 def test_a_recipe_that_cannot_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise KeepsetError("It does not go.")
@@ -47,7 +43,6 @@ def test_a_recipe_that_cannot_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert "full cache" in done.out and "tova" in done.out
 
 
-@pytest.mark.usefixtures("tiny", "text")
 @pytest.mark.parametrize("after", [1, 7])
 def test_interrupted_shows_what_is_done(run: Run, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     from keepset.lab import latency as module

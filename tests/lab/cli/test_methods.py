@@ -1,6 +1,9 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,15 +70,11 @@ def test_json_lists_every_method(run: Run) -> None:
         assert all(isinstance(need, str) and need for need in entry["needs"])
         assert list(entry["parameters"]) == [field.name for field in dataclasses.fields(kind)]
         assert entry["summary"] and "\n" not in entry["summary"]
-
-
-def test_json_holds_defaults_that_recipes_take(run: Run) -> None:
-    for entry in json.loads(run("methods", "--json", "-").out):
-        scorer = "tova, " if issubclass(keepset.METHODS[entry["name"]], Allocator) else ""
+        # Defaults are those that recipes take.
+        scorer = "tova, " if issubclass(kind, Allocator) else ""
         values = [f"{name}={value!r}" for name, value in entry["parameters"].items() if name != "scorer"]
         spelled_out = f"{entry['name']}({scorer}{', '.join(values)})"
-        plain = f"{entry['name']}({scorer})"
-        assert keepset.Recipe.parse(spelled_out) == keepset.Recipe.parse(plain)
+        assert keepset.Recipe.parse(spelled_out) == keepset.Recipe.parse(f"{entry['name']}({scorer})")
 
 
 def test_markup_of_a_method_of_ones_own_stays_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,3 +118,18 @@ def test_a_list_of_recipes_or_budgets_is_plural_and_a_single_one_is_not(run: Run
                     if f"--{one}" in option.opts or f"--{one}s" in option.opts:
                         assert one != "keep", command.name
                         assert (f"--{one}s" in option.opts) == ("separated by commas" in text), command.name
+
+
+@pytest.mark.full
+def test_it_starts_as_a_script_and_as_a_module(tmp_path: Path) -> None:
+    def start(*words: str) -> tuple[int, str, str]:
+        done = subprocess.run([*words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    module = (sys.executable, "-m", "keepset", "methods")
+    for words in (module, (str(Path(sys.executable).with_name("keepset")), "methods")):
+        code, out, err = start(*words, "snapvk")
+        assert (code, out) == (2, "") and list(tmp_path.iterdir()) == []
+        assert err.startswith("keepset: There is no method 'snapvk'") and err.count("\n") == 1
+    code, out, err = start(*module, "--json", "-")  # what is asked and nothing else
+    assert (code, err) == (0, "") and [entry["name"] for entry in json.loads(out)] == list(keepset.METHODS)

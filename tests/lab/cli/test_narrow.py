@@ -2,6 +2,7 @@
 
 import io
 import re
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from rich.console import Console
 
 from keepset.core.tables import save
 from keepset.lab.cli import console
+from keepset.lab.cli.grid import Grid
 from keepset.lab.record import FULL
+from keepset.lab.report.table import Column, Table
 from tests.core.test_tables import random_tables
 from tests.lab.analysis.cells import cells
 from tests.lab.cli.conftest import Run
@@ -102,3 +105,53 @@ def test_the_list_of_commands_cuts_no_sentence(run: Run) -> None:
     for words in ((), ("context",), ("bench",)):
         shown = run(*words, "--help").out
         assert not re.search(r"\w\.\.\.$", shown, re.M) and max(map(len, shown.splitlines())) <= COLUMNS
+
+
+# --- tables at every width: figures stay whole, names break at spaces, columns are left out in their order
+
+NAME = "pool(second_pass(statistic='rms'), sinks=4, recent=32)"
+
+
+def grid_lines(width: int, *, fold: bool = False) -> list[str]:
+    rows = {NAME: ["11.9", "25.0%", "0.012", "x3.17"], "snapkv": ["4.7", "24.9%", "0.079", "x1.01"]}
+    return shown(rows, {"MB": 0, "kept": 1, "KL": 0, "prefill": 2}, width, fold)
+
+
+def shown(rows: dict[str, list[str]], ranks: dict[str, int], width: int, fold: bool = False) -> list[str]:
+    columns = [Column(title, itemgetter(at), rank=rank) for at, (title, rank) in enumerate(ranks.items())]
+    table = Table("recipe", columns, fold=fold)
+    for name, row in rows.items():
+        table.add(name, row)
+    out = io.StringIO()
+    Console(file=out, width=width).print(Grid(table))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [
+        *((width, ["MB", "kept", "KL", "prefill"]) for width in (200, 80)),
+        (66, ["MB", "kept", "KL"]),
+        *((width, ["MB", "KL"]) for width in (60, 50)),
+    ],
+)
+def test_columns_are_left_out_and_names_break_at_spaces(width: int, titles: list[str]) -> None:
+    header, *rows = grid_lines(width)
+    assert header.split() == ["recipe", *titles]
+    assert max(map(len, [header, *rows])) <= width
+    figures = {"MB": "11.9", "kept": "25.0%", "KL": "0.012", "prefill": "x3.17"}
+    assert rows[0].split()[-len(titles) :] == [figures[title] for title in titles]
+    names = " ".join(rows)
+    for title in titles:
+        names = names.replace(figures[title], "")
+    assert set(NAME.split()) <= set(names.split())
+    assert any(row.split()[0] == "snapkv" and len(row.split()) == 1 + len(titles) for row in rows)
+
+
+def test_a_name_that_fits_keeps_to_one_line() -> None:
+    assert len(grid_lines(120)) == 3 and len(grid_lines(80)) == 4
+
+
+def test_an_empty_column_is_left_out() -> None:
+    lines = shown({"snapkv": ["4.7", ""]}, {"MB": 0, "95 %": 1}, 80)
+    assert " ".join(lines).split() == ["recipe", "MB", "snapkv", "4.7"]

@@ -1,15 +1,15 @@
 import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from keepset.lab.analysis.intervals import Figure
 from keepset.lab.analysis.summary import summarize
-from keepset.lab.cli import console
+from keepset.lab.cli.results import to_csv
 from keepset.lab.record import FULL, Record
 from keepset.lab.report.results import interval
 from keepset.lab.sweep.store import Store
@@ -99,16 +99,7 @@ def test_files(run: Run, sweep: Path) -> None:
         assert json.loads(done.out) == summarize(store.cells()).to_json()
     page = Path("a.html").read_text(encoding="utf-8")
     assert "snapkv(keep=0.25)" in page and "--limit" not in page.partition("plotly")[0]
-    with Path("a.csv").open(encoding="utf-8") as file:
-        assert next(csv.DictReader(file))["recipe"] == FULL
-
-
-def test_narrow_terminals_lose_nothing(run: Run, sweep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Console(width=20, force_terminal=True, color_system=None)
-    monkeypatch.setattr(console, "stdout", lambda: terminal)
-    done = run("results", str(sweep))
-    assert done.code == 0 and "\N{HORIZONTAL ELLIPSIS}" not in done.out
-    assert max(map(len, done.out.splitlines())) <= 20
+    assert csv_rows(Path("a.csv").read_text(encoding="utf-8"))[0]["recipe"] == FULL
 
 
 def test_text_steers_no_terminal(run: Run, tmp_path: Path) -> None:
@@ -122,3 +113,35 @@ def test_text_steers_no_terminal(run: Run, tmp_path: Path) -> None:
 def test_what_rounds_to_zero_has_no_sign() -> None:
     assert interval(Figure(-0.0001, -0.0004, 0.0004), "+") == "+0.0 (+0.0..+0.0)"
     assert interval(Figure(-0.001)) == "-0.1"
+
+
+# --- CSV, read back
+
+
+def csv_rows(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_csv_has_every_row() -> None:
+    summary = summarize([*SWEEP, *cells("gvote", [1.0, 1.0, 0.0], task="ruler_vt@64")])
+    rows, lines = [*summary.rows, *summary.averages], csv_rows(to_csv(summary))
+    for row, line in zip(rows, lines, strict=True):
+        assert (line["task"], line["recipe"], line["error"]) == (row.task, row.recipe, row.error or "")
+        counts = ("examples", "examples_of", "failed", "share")
+        assert [line[name] for name in counts] == [
+            str(value) if (value := row.to_json()[name]) is not None else "" for name in counts
+        ]
+        for name, figure in (("score", row.score), ("difference", row.difference)):
+            told = [line[f"{name}{end}"] for end in ("", "_low", "_high")]
+            expected = (None,) * 3 if figure is None else (figure.value, figure.low, figure.high)
+            # A number below zero stays a number.
+            assert [float(end) if end else None for end in told] == list(expected)
+    assert any(line["difference"].startswith("-") for line in lines)
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff20"])
+def test_no_text_is_a_formula(start: str) -> None:
+    evil = f'{start}HYPERLINK("http://x","y")'
+    made = replace(cell(FULL, None), task=evil, error=evil, recipe=evil, metric=evil)
+    (line,) = csv_rows(to_csv(summarize([made])))
+    assert line["task"] == line["error"] == line["recipe"] == line["metric"] == f"'{evil}"
