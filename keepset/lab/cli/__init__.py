@@ -27,7 +27,6 @@ from keepset.lab.cli.results import results
 from keepset.lab.cli.serve import serve
 from keepset.lab.cli.tune import tune
 from keepset.lab.cli.ui import ui
-from keepset.registry import add as add_plugin
 
 SECTIONS = {
     "Commands to begin with": ("demo", "ui", "methods"),
@@ -81,8 +80,11 @@ def options(
     if version:
         say(f"keepset {__version__}")
         raise Exit
-    for module in plugin or ():
-        add_plugin(module)
+    if plugin:
+        from keepset.registry import add  # which imports torch
+
+        for module in plugin:
+            add(module)
     say_starting()
 
 
