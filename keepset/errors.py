@@ -1,5 +1,10 @@
 """The errors that keepset raises for bad input, by kinds that a service may treat differently."""
 
+from pathlib import Path
+
+_QUOTED = 200
+"""The most characters of a path that an error quotes."""
+
 
 class KeepsetError(ValueError):
     """Bad input or an unsupported combination: one sentence that says what is wrong and what is allowed.
@@ -27,3 +32,9 @@ class UnsupportedEngineError(KeepsetError):
 
 class CorruptFileError(KeepsetError):
     """A file is damaged, has another format or version, or is of the wrong kind."""
+
+
+def quoted(path: Path | str) -> str:
+    """Return a path in quotes, cut off where it is very long."""
+    text = str(path)
+    return repr(text) if len(text) <= _QUOTED else repr(f"{text[:_QUOTED]}...")

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset.core.files import quoted
-from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.errors import KeepsetError, UnsupportedModelError, quoted
 
 if TYPE_CHECKING:
     import transformers

@@ -25,8 +25,8 @@ from keepset.contexts import schema
 from keepset.contexts.columns import RESIDUAL
 from keepset.contexts.fingerprint import text_digest
 from keepset.contexts.schema import LAYER, STATE
-from keepset.core.files import TensorFile, TensorLocation, TensorReader, quoted
-from keepset.errors import KeepsetError, RecipeError
+from keepset.core.files import TensorFile, TensorLocation, TensorReader
+from keepset.errors import KeepsetError, RecipeError, quoted
 from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short
 

@@ -19,16 +19,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from keepset.errors import CorruptFileError, KeepsetError
-
-_QUOTED = 200
-"""The most characters of a path that an error quotes."""
-
-
-def quoted(path: Path | str) -> str:
-    """Return a path in quotes, cut off where it is very long."""
-    text = str(path)
-    return repr(text) if len(text) <= _QUOTED else repr(f"{text[:_QUOTED]}...")
+from keepset.errors import CorruptFileError, KeepsetError, quoted
 
 
 def check_replaceable(path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset.core.files import check_replaceable
 from keepset.errors import BudgetError, KeepsetError
 from keepset.lab.cli.console import note
 from keepset.lab.cli.options import STANDARD_OUTPUT
@@ -54,6 +53,8 @@ def check_writable(*paths: Path | None) -> None:
     Raises:
         KeepsetError: the folder of one does not exist, or what is there is no regular file.
     """
+    from keepset.core.files import check_replaceable  # which imports torch
+
     for path in paths:
         if path is None or path == STANDARD_OUTPUT:
             continue
@@ -64,6 +65,8 @@ def check_writable(*paths: Path | None) -> None:
 
 def check_tensor_file(out: Path, force: bool) -> None:
     """Refuse a file of tensors that cannot be written, or should not be."""
+    from keepset.core.files import check_replaceable
+
     if out.is_dir() or not out.parent.is_dir():
         raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
     if (out.parent / "config.json").exists():

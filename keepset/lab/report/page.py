@@ -27,7 +27,6 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 import keepset
-from keepset.core.files import check_replaceable
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
@@ -178,6 +177,8 @@ def write(path: Path, html: str) -> None:
     Raises:
         KeepsetError: the path cannot be written to, or is not a regular file.
     """
+    from keepset.core.files import check_replaceable  # which imports torch
+
     check_replaceable(path)
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:

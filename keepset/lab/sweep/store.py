@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from keepset.core.files import quoted
-from keepset.errors import CorruptFileError, KeepsetError, RecipeError
+from keepset.errors import CorruptFileError, KeepsetError, RecipeError, quoted
 from keepset.lab.record import Record
 from keepset.recipe import in_full, shown
 
