@@ -2,7 +2,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -65,20 +64,6 @@ def test_stopped_whatever_happens_and_with_its_children(monkeypatch: pytest.Monk
     assert gone(pid) and gone(child)
 
 
-@pytest.mark.full
-def test_a_second_interrupt_does_not_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), start("--stubborn") as server:
-        server.wait(30)
-        pid = pid_of(server)
-        assert server._process is not None
-        wait = server._process.wait
-        monkeypatch.setattr(server._process, "wait", lambda *patience: interrupted() if patience else wait())
-    assert gone(pid)
-
-
 def test_one_that_stops_says_why() -> None:
     with pytest.raises(ServerError, match="The server stopped with exit code 7") as error, start("--crash") as server:
         server.wait(30)
@@ -108,12 +93,3 @@ def test_one_that_does_not_answer_is_not_waited_for() -> None:
         pid = pid_of(server)
         server.wait(0.5)
     assert gone(pid)
-
-
-def test_one_that_died_is_noticed() -> None:
-    with start() as server:
-        server.wait(30)
-        os.kill(pid_of(server), 9)
-        server._process.wait()  # type: ignore[union-attr]
-        with pytest.raises(ServerError, match="The server stopped with exit code -9"):
-            server.check()

@@ -68,16 +68,6 @@ def test_pieces_are_as_long_as_the_text_allows(tokenizer: Any, essay: list[int],
     assert min(b - a for a, b in pairwise(starts)) >= size // PARTS  # continuations never overlap
 
 
-def test_a_long_text_gives_pieces_that_do_not_overlap(tokenizer: Any, essay: list[int]) -> None:
-    whole = essay * 2
-    found = of(tokenizer, whole, longest=1025)
-    assert {piece.prompt.shape[1] + piece.continuation.shape[1] for piece in found} == {1024}
-    assert len({tuple(piece.prompt[0].tolist()[:20]) for piece in found}) == module.PIECES
-    for piece in found:
-        at = next(at for at in range(0, len(whole), 1024) if whole[at : at + 960] == piece.prompt[0].tolist())
-        assert at % 1024 == 0
-
-
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.sampled_from(SIZES))
 def test_places_are_in_their_texts_and_no_nearer_than_they_must(lengths: list[int], size: int) -> None:
     places = module._places(lengths, size)

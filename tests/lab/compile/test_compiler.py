@@ -227,28 +227,6 @@ def test_processes_share_a_log(tmp_path: Path) -> None:
     assert len(trials) == 3 * 40 == len({(row.context, row.number) for row in trials})
 
 
-@pytest.mark.full
-def test_two_compilations_divide_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another process adds meanwhile is not done again, and both end with the same tables."""
-    model, path, true, did = tiny("llama"), tmp_path / "log", Judge.verdict, [0, 0]
-    alone = compile_tables(model, corpus(3), options())
-    inner: list[Tables] = []
-
-    def counted(self: Judge, *args: Any, **kwargs: Any) -> Verdict:
-        did[len(inner)] += 1
-        if sum(did) == 4:
-            monkeypatch.setattr(Judge, "verdict", true)
-            inner.append(compile_tables(model, corpus(3), options(), path))
-            monkeypatch.setattr(Judge, "verdict", counted)
-        return true(self, *args, **kwargs)
-
-    monkeypatch.setattr(Judge, "verdict", counted)
-    outer = compile_tables(model, corpus(3), options(), path)
-    assert did == [4, 0]  # the other one did all the rest
-    made = [contents(tables, tmp_path / f"{i}") for i, tables in enumerate((alone, inner[0], outer))]
-    assert made[0] == made[1] == made[2]
-
-
 def test_what_is_no_log_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"precious" * 200)
@@ -273,10 +251,7 @@ def test_what_is_no_log_is_refused_and_left_alone(tmp_path: Path) -> None:
         ({"budgets": ()}, "Budgets must be rising"),
         ({"budgets": (12, 8)}, "Budgets must be rising"),
         ({"budgets": (8, 8)}, "Budgets must be rising"),
-        ({"budgets": (WINDOW, 8)}, f"A budget of {WINDOW} leaves nothing to decide"),
         ({"budgets": (8, TOKENS)}, f"A budget of {TOKENS} leaves nothing to decide"),
-        ({"method": CompilerKV("file", window=WINDOW)}, "has tables already"),
-        ({"weights": (1.0,)}, "Weights 1 are no choice: give two or more"),
         ({"weights": (1.0, 1.0)}, "Weights 1, 1 are no choice"),
         ({"weights": (1.0, float("nan"))}, "Weights 1, nan are no choice"),
     ],

@@ -94,25 +94,22 @@ def test_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "because"),
+    ("content", "because"),
     [
-        ("a.txt", b"", "is empty"),
-        ("a.txt", b"\xff\xfe", "is not UTF-8"),
-        ("a.jsonl", b"\xff", "is not UTF-8"),
-        ("a.jsonl", b"\n \n", "is empty"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": ', "Line 2 of"),
-        ("a.jsonl", b'{"text": 3}', "Line 1 of"),
-        ("a.jsonl", b'["text"]', "Line 1 of"),
-        ("a.jsonl", b'{"texts": "a"}', "Line 1 of"),
-        ("a.jsonl", b"[" * 99999, "Line 1 of"),
-        ("absent.txt", None, "cannot be read"),
+        (b"\xff", "is not UTF-8"),
+        (b"\n \n", "is empty"),
+        (b'{"text": "a"}\n{"text": ', "Line 2 of"),
+        (b'{"text": 3}', "Line 1 of"),
+        (b'["text"]', "Line 1 of"),
+        (b'{"texts": "a"}', "Line 1 of"),
+        (b"[" * 99999, "Line 1 of"),
     ],
 )
-def test_bad_files_in_one_sentence(tmp_path: Path, name: str, content: bytes | None, because: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+def test_bad_files_in_one_sentence(tmp_path: Path, content: bytes, because: str) -> None:
+    """`test_texts.py` has those of plain texts."""
+    (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(KeepsetError) as caught:
-        read_texts([tmp_path / name])
+        read_texts([tmp_path / "a.jsonl"])
     assert because in str(caught.value) and str(caught.value).endswith(".") and "\n" not in str(caught.value)
 
 

