@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.lab.analysis.intervals import Figure
 from keepset.lab.halving import PREFILL, ROUNDS, Halving, TunedRecipe, ranked, tied
 from keepset.lab.record import Record
 from keepset.recipe import Recipe
@@ -183,9 +182,3 @@ def test_rows_stand_by_the_figures_that_they_show() -> None:
     assert rows == [(0, 16, True), (1, 16, True), (2, 16, True), (3, 16, True), (4, 4, False)] + [
         (number, 2, False) for number in range(5, 10)
     ]
-
-
-def test_figures_of_an_entry() -> None:
-    one = entry(0, [1.0, 2.0, 3.0])
-    assert one.kl is not None and one.kl.value == 2.0 and one.mean("keep") == 0.25
-    assert entry(0, [1.0]).kl == Figure(1.0)

@@ -43,28 +43,18 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {"data_files": str(path / "items.jsonl"), "cache_dir": str(path / "cache")}
     common = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "train", "doc_to_text": "{{text}}"}
     mean = {"aggregation": "mean", "higher_is_better": True}
-    own: dict[str, dict[str, Any]] = {
-        "choose": {
-            "output_type": "multiple_choice",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "{{label}}",
-            "target_delimiter": "",
-            "metric_list": [{"metric": "acc", **mean}],
-        },
-        "write": {
-            "output_type": "generate_until",
-            "doc_to_target": "{{choices[0]}}",
-            "generation_kwargs": {"until": ["."], "max_gen_toks": 12},
-            "metric_list": [{"metric": "exact_match", **mean}],
-        },
-        "perplexity": {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": "word_perplexity"}],
-        },
+    chosen = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{label}}", "target_delimiter": ""}
+    generated = {"doc_to_target": "{{choices[0]}}", "generation_kwargs": {"until": ["."], "max_gen_toks": 12}}
+    own = {
+        "choose": ("multiple_choice", {**chosen, "metric_list": [{"metric": "acc", **mean}]}),
+        "write": ("generate_until", {**generated, "metric_list": [{"metric": "exact_match", **mean}]}),
+        "perplexity": (
+            "loglikelihood_rolling",
+            {"doc_to_target": "{{text}}", "metric_list": [{"metric": "word_perplexity"}]},
+        ),
     }
-    for name, task in own.items():
-        text = json.dumps({"task": name, **common, **task})  # JSON is YAML
+    for name, (kind, task) in own.items():
+        text = json.dumps({"task": name, "output_type": kind, **common, **task})  # JSON is YAML
         path.joinpath(f"{name}.yaml").write_text(text, encoding="utf-8")
     return path
 

@@ -98,18 +98,9 @@ def interrupts() -> Iterator[None]:
 
 def tiny_model(layers: int = 2) -> LlamaForCausalLM:
     """A tiny random model for the embedded model's tokenizer."""
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=layers, max_position_embeddings=2048)
+    tokens = dict(vocab_size=49152, bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes, **tokens)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():

@@ -8,11 +8,10 @@ import torch
 import keepset
 from keepset import defaults
 from keepset.hf.prompt_session import CachedPrompt
-from keepset.lab.cli import checks, console
+from keepset.lab.cli import checks
 from keepset.lab.cli.checks import offered_recipes
 from keepset.lab.cli.compare import BUDGETS as DEFAULT_BUDGETS
 from keepset.lab.compare import decode
-from keepset.lab.compare.decode import DecodeComparer
 from keepset.lab.compare.prompt import PromptComparer
 from tests.lab.cli.conftest import Run, load_json
 
@@ -222,28 +221,6 @@ def test_a_small_budget_may_be_meant_as_a_percentage(run: Run, monkeypatch: pyte
     monkeypatch.undo()
     done = run(*COMPARE, "--budgets", "0.5,3")
     assert done.err.splitlines()[0] == "The budget 3 is 3 entries of every head; 3 % of the bytes are 0.03."
-
-
-def test_without_a_terminal_decoding_says_how_many_tokens_were_read(
-    run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the full cache and all recipes together."""
-    said: list[str] = []
-    feed = DecodeComparer._feed
-
-    def fed(self: DecodeComparer, *args: Any) -> Any:
-        result = feed(self, *args)
-        said.append(console.how_far(bars[0]))
-        return result
-
-    bars: list[Any] = []
-    module: Any = sys.modules["keepset.lab.cli.compare"]  # the package has the function under this name
-    counted = module.counted
-    monkeypatch.setattr(module, "counted", lambda bar, *args: (bars.append(bar), counted(bar, *args))[1])
-    monkeypatch.setattr(DecodeComparer, "_feed", fed)
-    words = "--text text --prompt-tokens 40 --continuation 60 --recipes knorm,tova --budgets 24 --every 8"
-    assert run("compare", "--decode", *words.split()).code == 0
-    assert [each.partition(",")[0] for each in said] == ["tokens: 60 of 180", "tokens: 120 of 180", "recipes: 1 of 2"]
 
 
 @pytest.mark.parametrize("where", [(CachedPrompt, "follow"), (PromptComparer, "_measure")])

@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": ("compare", "--recipes", "tova", "--budgets", "0.5", "--prompt-tokens", "64", "--continuation", "8"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),
+    "ask": ("context", "ask", "c.safetensors", "Why?", "--output-tokens", "3"),
     "eval": ("eval", "needle", *NEEDLE),
     "calibrate": ("calibrate", "--out", "stats.safetensors", *CALIBRATE),
     "compile": ("compile", "--out", "tables.safetensors", *COMPILE),
@@ -53,21 +54,9 @@ def test_every_input_follows_the_model(
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
     with Gpu(monkeypatch, computes=False) as gpu:
         on_gpu(model)
+        if name == "ask":
+            assert run(*COMMANDS["context"]).code == 0
+            gpu.reset()
         done = run(*COMMANDS[name])
     assert done.code == 0, done.err
     assert gpu.launches.total() > 100, "the model that was run lies elsewhere"
-
-
-def test_a_saved_context_is_asked_where_the_model_lies(
-    run: Run, embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model = tiny_model(layers=1)
-    (tmp_path / "text.txt").write_text("A text that goes on and on. " * 20, "utf-8")
-    monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
-    with Gpu(monkeypatch, computes=False) as gpu:
-        on_gpu(model)
-        assert run(*COMMANDS["context"]).code == 0
-        gpu.reset()
-        done = run("context", "ask", "c.safetensors", "Why?", "--output-tokens", "3")
-    assert done.code == 0, done.err
-    assert gpu.launches.total() > 100

@@ -10,21 +10,15 @@ import pytest
 
 from keepset import models
 from keepset.lab.candidate import Candidate
-from keepset.lab.cli import eval as command
-from keepset.lab.cli.checks import parse_budgets
 from keepset.lab.record import FULL, Record
 from keepset.lab.sweep import runner
-from keepset.lab.sweep.runner import Runner
 from keepset.lab.sweep.store import Store
 from keepset.lab.tasks import find as finding
-from keepset.lab.tasks.task import Example, Task, TaskSettings
+from keepset.lab.tasks.task import Example, Task
 from tests.lab.cli.conftest import Forked, Run, check_refused
 from tests.lab.sweep.sweeping import Counting, cell
 
-NEEDLE = ("eval", "needle", "--prompt-tokens", "256,300", "--limit", "2")
-NEEDLE += ("--recipes", "snapkv(window=8)", "--budgets", "0.5,40")
 WHERE = "all figures are in 'sweep.sqlite': keepset results shows them again\n"
-BASELINES = [f"{name}({budget})" for name in ("random", "streaming_llm") for budget in ("bytes=0.5", "keep=40")]
 
 
 class Stub:
@@ -74,31 +68,6 @@ def stored(path: str = "sweep.sqlite") -> list[Record]:
 
 def recipes(task: str, path: str = "sweep.sqlite") -> list[str]:
     return list(dict.fromkeys(cell.recipe for cell in stored(path) if cell.task == task))
-
-
-@pytest.mark.full
-def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
-    done = run(*NEEDLE, "--json", "-")
-    assert (done.code, done.err) == (
-        0,
-        "The budget 40 is 40 entries of every head; 40 % of the bytes are 0.4.\n" + WHERE,
-    )
-    summary, cells = json.loads(done.out), stored()
-    recipes = {FULL, "snapkv(window=8, bytes=0.5)", "snapkv(window=8, keep=40)", *BASELINES}
-    assert [row["task"] for row in summary["rows"]] == ["needle@256"] * 7 + ["needle@300"] * 7
-    assert {row["recipe"] for row in summary["rows"][:7]} == {row["recipe"] for row in summary["rows"][7:]} == recipes
-    assert all(row["examples"] == 2 and row["failed"] == 0 for row in summary["rows"])
-    assert len(cells) == 28 and all(each.error is None for each in cells)
-    # What is in the file is what the runner makes of the same examples by itself.
-    by_itself, (task,) = Runner(*tiny, mode="prompt", chat=True), finding.find(["needle"], TaskSettings(lengths=(300,)))
-    todo = command._candidates(task, NEEDLE[-3], parse_budgets(NEEDLE[-1]), 64, (0, 0), True)
-    kept = {(each.example, each.recipe): each for each in cells if each.task == "needle@300"}
-    for example in task.examples(tiny[1], limit=2, seed=0):
-        for each in by_itself.run(task, example, todo, 0):
-            there = kept.pop((each.example, each.recipe))
-            assert (each.scores, each.replies, each.facts) == (there.scores, there.replies, there.facts)
-            assert each.figures["kv_bytes"] == there.figures["kv_bytes"]
-    assert not kept
 
 
 def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> None:

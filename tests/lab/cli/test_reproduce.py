@@ -163,25 +163,6 @@ def test_entries_with_tables(
         assert part.solved_by or all(f"  {method.split()[0]}" in done.out for method in part.methods)
 
 
-@pytest.mark.full
-def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an event at 64 tokens in place of the paper's 512."""
-    (sweep,) = ENTRIES["ams-figure-4"].sweeps
-    short = replace(sweep, keeps=(48,), schedule=replace(sweep.schedule, every=64))
-    monkeypatch.setitem(ENTRIES, "ams-figure-4", replace(ENTRIES["ams-figure-4"], sweeps=(short,)))
-    done = run("reproduce", "ams-figure-4", *CHEAP[:-1], "82", "--data", data, "--json", "-")
-    assert done.out, done.err
-    (result,) = json.loads(done.out)
-    measured = [row for row in result["rows"] if row["keep"] == 48]
-    figures = {(row["task"], row["method"], row["metric"]): row["figure"] for row in measured}
-    for method in ("TOVA", "AMS-TOVA"):
-        assert 0 <= figures["math500", method, "wipeout"]["value"] < 1
-        assert 0 < figures["math500", method, "middle"]["value"] < 1
-        assert figures["math500, level 5", method, "repetition"] is not None
-    with Store.open(Path("reproduced") / f"ams-dynamics-{EMBEDDED}.sqlite") as store:
-        assert [cell.figures["batch"] for cell in store.cells() if cell.error is None] == [1.0] * 6
-
-
 def test_figures_that_were_not_measured_are_counted_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     entry = ENTRIES["ams-table-2"]
     row = {"task": "gsm8k", "method": "TOVA", "keep": 64, "metric": "score", "failed": 0, "error": None}

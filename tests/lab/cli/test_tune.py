@@ -1,10 +1,8 @@
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from keepset.lab import tune as module
-from keepset.lab.cli import console
 from tests.lab.cli.conftest import Run, load_json
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -75,22 +73,3 @@ def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch
     # Six pieces are the fewest that tell anything.
     assert (result["recipe"] is None) == (after < 18)
     assert ("Too little is known to name" in result["verdict"][0]) == (after < 18)
-
-
-def test_a_terminal_shows_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Console(width=200, stderr=True, force_terminal=True)
-    monkeypatch.setattr(console, "stderr", lambda: terminal)
-    stop: list[None] = []
-
-    def figures(*words: Any) -> dict[str, float]:
-        stop.append(None)
-        if len(stop) == 20:
-            raise KeyboardInterrupt
-        costs = {"kv_bytes": 1, "kv_bytes_full": 2, "prefill_seconds": 1.0, "prefill_seconds_full": 1.0}
-        return {"kl": 0.1, "top1": 1.0, "keep": 0.3, "share": 0.3, **costs}
-
-    monkeypatch.setattr(module, "fidelity", figures)
-    done = run(*TUNE)
-    assert done.code == 130 and "round 3 of 4: 3 recipes" in done.err and "interrupted in round 3 of 4" in done.err
-    # 3 recipes on 16 pieces, whose prefills count ten each; 19 and 7 of them are done.
-    assert "89/208" in done.err

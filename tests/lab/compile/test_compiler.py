@@ -25,17 +25,9 @@ WINDOW = 5
 
 
 def options(**other: Any) -> CompileSettings:
+    sizes = dict(budgets=(8, 12), contexts=2, tokens=TOKENS, continuation=CONTINUATION)
     return CompileSettings(
-        **{
-            "method": CompilerKV(window=WINDOW),
-            "budgets": (8, 12),
-            "contexts": 2,
-            "tokens": TOKENS,
-            "continuation": CONTINUATION,
-            "seed": 0,
-            "weights": (1.0, 0.5, 2.0),
-            **other,
-        }
+        **{"method": CompilerKV(window=WINDOW), "seed": 0, "weights": (1.0, 0.5, 2.0), **sizes, **other}
     )
 
 

@@ -23,6 +23,9 @@ def test_table_shows_figures_failures_and_needles() -> None:
     assert full[-2:] == ["yes", EVIL] and "inf" in others[4]
     assert others[3][1:6] == ["25.0%", "0.2", "25.0%", "0.200", "+0.0900"] and others[3][-2:] == ["no", EVIL]
     assert others[5][1:] == [f"no such thing as {EVIL}"]
+    content = compare.render(comparison(Record("tova(", "tova(", error="it has no end")), TOKENS)
+    assert rows(content)[-1] == ["tova(", "it has no end"]
+    assert not any("plots" in section for section in data_of(content)["sections"])
 
 
 def test_drift_has_a_line_per_recipe() -> None:
@@ -159,24 +162,6 @@ def test_metric_switches_the_plot_whose_labels_are_text(page: Any) -> None:
     assert trace("tova")["visible"] is False
     assert page.locator(".methods button[aria-pressed=false]").text_content().endswith("tova")
     assert page.locator("#drift").count() == 0  # nothing was decoded
-
-
-def test_a_phone_shows_facts_and_answers_however_far_the_table_is_scrolled(load: Any) -> None:
-    page = load(compare.render(comparison(), TOKENS), viewport={"width": 390, "height": 844})
-    page.locator(".scroll").evaluate("box => { box.scrollIntoView(); box.scrollLeft = box.scrollWidth; }")
-    under = page.locator("#rows tbody tr").nth(1).locator(".under")
-    assert under.locator("dt, dd").all_text_contents() == ["found", "yes", "answer", EVIL]
-    box = under.bounding_box()
-    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
-    assert page.locator("#rows td.folded").first.is_hidden()
-
-
-def test_a_comparison_in_which_all_failed(load: Any) -> None:
-    content = compare.render(comparison(Record("tova(", "tova(", error="it has no end")), TOKENS)
-    assert rows(content)[-1] == ["tova(", "it has no end"]
-    page = load(content)
-    assert page.locator("#recipe").is_disabled() and page.locator("#plot").count() == 0
-    assert page.locator("#text").evaluate("box => box.textContent") == "".join(TOKENS)
 
 
 def test_characters_of_several_tokens_are_drawn_whole(load: Any) -> None:

@@ -252,7 +252,7 @@ def test_files_of_other_versions_are_refused(path: Path) -> None:
         assert said in refusal(begin, path) and said in refusal(Store.open, path)
 
 
-def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:
+def test_a_full_disk_or_a_file_that_cannot_be_written_is_said_and_what_is_there_is_kept(path: Path) -> None:
     put(path, cell())
     with begin(path) as opened:
         (pages,) = opened._database.execute("PRAGMA page_count").fetchone()
@@ -262,16 +262,12 @@ def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:
         assert "cannot be written (database or disk is full): make room there" in said
         assert said.endswith("cells that are there are kept.")
         opened._database.execute(f"PRAGMA max_page_count = {pages + 1000}")
-        assert opened.save(long)
-    assert read(path) == [cell(), long]
-
-
-def test_a_file_that_cannot_be_written_is_said(path: Path) -> None:
-    with begin(path) as opened:
         opened._database.execute("PRAGMA query_only = 1")
-        said = refusal(opened.save, cell("tova"))
+        said = refusal(opened.save, long)
         assert "cannot be written" in said and "make it writable, or name another" in said
         opened._database.execute("PRAGMA query_only = 0")
+        assert opened.save(long)
+    assert read(path) == [cell(), long]
 
 
 def test_no_place_for_a_file_is_said(path: Path) -> None:

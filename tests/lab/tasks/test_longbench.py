@@ -155,20 +155,10 @@ def test_damaged_records(name: str, change: dict[str, Any], message: str, tmp_pa
 
 # --- LongBench v2, on records made up in the form of the official file
 
-RECORD = {
-    "_id": "66f3",
-    "domain": "Multi-Document QA",
-    "sub_domain": "Academic",
-    "difficulty": "hard",
-    "length": "short",
-    "question": " Which one is it? ",
-    "choice_A": "The first",
-    "choice_B": "The second ",
-    "choice_C": "Neither",
-    "choice_D": "Both",
-    "answer": "B",
-    "context": "A long text.\n",
-}
+CHOICES = {"choice_A": "The first", "choice_B": "The second ", "choice_C": "Neither", "choice_D": "Both", "answer": "B"}
+FACTS = {"sub_domain": "Academic", "difficulty": "hard", "length": "short"}
+ASKED = {"question": " Which one is it? ", "context": "A long text.\n", **CHOICES}
+RECORD: dict[str, Any] = {"_id": "66f3", "domain": "Multi-Document QA", **FACTS, **ASKED}
 PROMPT = """Please read the following text and answer the question below.
 
 <text>
@@ -196,7 +186,7 @@ def test_the_prompt_is_the_authors_and_the_text_is_its_context(tmp_path: Path) -
     [question] = example.questions
     assert example.context + question.text == PROMPT and example.context.endswith("</text>")
     assert (example.id, question.target, question.prefix, question.choices) == ("66f3", "B", "", ())
-    assert example.facts == {"sub_domain": "Academic", "difficulty": "hard", "length": "short"}
+    assert example.facts == FACTS
     assert [one.id for one in examples(tmp_path, other, RECORD, name="longbench2_code")] == ["other"]
 
 
