@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 
 from keepset import KeepsetError
 from keepset.lab.tasks.find import find
@@ -31,53 +32,43 @@ ITEMS = [
     for n in range(6)
 ]
 SHOTS = [{**item, "question": f"Example {n}?"} for n, item in enumerate(ITEMS)]
-COMMON = {
-    "dataset_path": "json",
-    "test_split": "test",
-    "fewshot_split": "train",
-    "doc_to_text": "{{passage}}\nQ: {{question}}\nA:",
-}
-MEAN = {"aggregation": "mean", "higher_is_better": True}
-KINDS: dict[str, dict[str, Any]] = {
-    "write": {
-        "output_type": "generate_until",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": [".", "Q:"], "max_gen_toks": 7},
-        "filter_list": [
-            {"name": name, "filter": [{"function": "regex", "regex_pattern": pattern}, {"function": "take_first"}]}
-            for name, pattern in (("strict", "is (\\w+)"), ("loose", "(\\w+)"))
-        ],
-        "metric_list": [{"metric": "exact_match", "ignore_case": True, **MEAN}],
-    },
-    "prefixed": {
-        "output_type": "generate_until",
-        "doc_to_text": "Q: {{question}}",
-        "doc_to_target": "{{answer}}",
-        "description": "Say what is asked.\n\n",
-        "gen_prefix": "The answer is",
-        "generation_kwargs": {"until": "\n"},
-        "metric_list": [{"metric": "exact_match", **MEAN}],
-    },
-    "choose": {
-        "output_type": "multiple_choice",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{label}}",
-        "description": "Choose.\n",
-        "metric_list": [
-            {"metric": "mcc", "aggregation": "matthews_corrcoef", "higher_is_better": True},
-            *({"metric": metric, **MEAN} for metric in ("acc", "acc_norm", "acc_mutual_info")),
-        ],
-    },
-    "predict": {
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{passage}}",
-        "doc_to_target": " {{answer}}",
-        "metric_list": [
-            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
-            {"metric": "acc", **MEAN},
-        ],
-    },
-}
+PROMPT = "{{passage}}\nQ: {{question}}\nA:"
+COMMON = {"dataset_path": "json", "test_split": "test", "fewshot_split": "train", "doc_to_text": PROMPT}
+KINDS: dict[str, dict[str, Any]] = yaml.safe_load("""
+write:
+  output_type: generate_until
+  doc_to_target: "{{answer}}"
+  generation_kwargs: {until: [".", "Q:"], max_gen_toks: 7}
+  filter_list:
+    - {name: strict, filter: [{function: regex, regex_pattern: 'is (\\w+)'}, {function: take_first}]}
+    - {name: loose, filter: [{function: regex, regex_pattern: '(\\w+)'}, {function: take_first}]}
+  metric_list: [{metric: exact_match, ignore_case: true, aggregation: mean, higher_is_better: true}]
+prefixed:
+  output_type: generate_until
+  doc_to_text: "Q: {{question}}"
+  doc_to_target: "{{answer}}"
+  description: "Say what is asked.\\n\\n"
+  gen_prefix: The answer is
+  generation_kwargs: {until: "\\n"}
+  metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+choose:
+  output_type: multiple_choice
+  doc_to_choice: "{{choices}}"
+  doc_to_target: "{{label}}"
+  description: "Choose.\\n"
+  metric_list:
+    - {metric: mcc, aggregation: matthews_corrcoef, higher_is_better: true}
+    - {metric: acc, aggregation: mean, higher_is_better: true}
+    - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+    - {metric: acc_mutual_info, aggregation: mean, higher_is_better: true}
+predict:
+  output_type: loglikelihood
+  doc_to_text: "{{passage}}"
+  doc_to_target: " {{answer}}"
+  metric_list:
+    - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+    - {metric: acc, aggregation: mean, higher_is_better: true}
+""")
 METRICS = {
     "write": ["exact_match,strict", "exact_match,loose"],
     "prefixed": ["exact_match,none"],

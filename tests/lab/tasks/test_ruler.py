@@ -26,6 +26,8 @@ NEEDLES = [name for name in ruler.NAMES if name.startswith("niah")]
 MADE = [*NEEDLES, "ruler_vt", "ruler_cwe", "ruler_fwe"]
 DOCUMENTS = ["ruler_qa_squad", "ruler_qa_hotpot"]
 
+HAY = ("niah_multikey_2", "niah_multikey_3")
+"""Tasks in which all is needles."""
 SHORTEST = {"ruler_vt": 700, "ruler_cwe": 1000}
 """Where an example is shown first, less room is left."""
 
@@ -84,16 +86,12 @@ def test_every_needle_that_is_asked_for_lies_in_the_hay(name: str, tokenizer: An
         needles = re.findall(rf"One of the special magic {what} for (\S+) is: (\S+)\.", example.context)
         keys = re.split(r", and |, ", asked[1])
         assert len(keys) == queries
-        assert [value for key in keys for k, value in needles if k == key] == sorted(
-            question.target,
-            key=lambda value: (keys.index(dict((v, k) for k, v in needles)[value]), example.context.index(value)),
-        )
+        key_of = {value: key for key, value in needles}
+        ordered = sorted(question.target, key=lambda value: (keys.index(key_of[value]), example.context.index(value)))
+        assert [value for key in keys for k, value in needles if k == key] == ordered
         assert len(question.target) == queries * values
         assert all(len(value) == (36 if what == "uuids" else 7) for value in question.target)
-        assert len(needles) == (4 if name.startswith("niah_multi") else 1) or name in (
-            "niah_multikey_2",
-            "niah_multikey_3",
-        )
+        assert len(needles) == (4 if name.startswith("niah_multi") else 1) or name in HAY
         places.append(example.context.index(question.target[0]) / len(example.context))
     assert max(places) - min(places) > 0.2
 
@@ -332,48 +330,36 @@ def test_no_documents_and_no_network(
 
 # --- from files, told apart by hand
 
-OWN: dict[str, tuple[str, tuple[str, str, str]]] = {
-    "niah_multivalue": (
-        "niah_multivalue",
-        (
-            "Some special magic numbers are hidden within the following text.\nOne of the special magic numbers is 1.",
-            "\nWhat are all the special magic numbers for a mentioned in the provided text?",
-            " The special magic numbers for a mentioned in the provided text are",
-        ),
+OWN = {  # by our name and theirs: context, question and prefix
+    ("niah_multivalue", "niah_multivalue"): (
+        "Some special magic numbers are hidden within the following text.\nOne of the special magic numbers is 1.",
+        "\nWhat are all the special magic numbers for a mentioned in the provided text?",
+        " The special magic numbers for a mentioned in the provided text are",
     ),
-    "ruler_vt": (
-        "vt",
-        (
-            "Memorize.\n\nVAR A = 1\nQuestion: Find all variables. Answer: According to it: A\n\nVAR B = 2",
-            "\nQuestion: Find all variables that are assigned the value 2 in the text above.",
-            " Answer: According to the chain(s) of variable assignment, 1 variables are assigned: ",
-        ),
+    ("ruler_vt", "vt"): (
+        "Memorize.\n\nVAR A = 1\nQuestion: Find all variables. Answer: According to it: A\n\nVAR B = 2",
+        "\nQuestion: Find all variables that are assigned the value 2 in the text above.",
+        " Answer: According to the chain(s) of variable assignment, 1 variables are assigned: ",
     ),
-    "ruler_cwe": (
-        "cwe",
-        (
-            "1. a 2. b\nQuestion: What are the 10 most common words? Answer: a\n1. c 2. d",
-            "\nQuestion: What are the 10 most common words in the above list?",
-            " Answer: The top 10 words are:",
-        ),
+    ("ruler_cwe", "cwe"): (
+        "1. a 2. b\nQuestion: What are the 10 most common words? Answer: a\n1. c 2. d",
+        "\nQuestion: What are the 10 most common words in the above list?",
+        " Answer: The top 10 words are:",
     ),
-    "ruler_qa_squad": (
-        "qa_1",
-        (
-            "Answer the question based on the given documents. Only.\n\nDocument 1:\nQuestion: not this. Answer: no.",
-            "\n\nAnswer the question based on the given documents. Only.\n\nQuestion: Who said Answer: now?",
-            " Answer:",
-        ),
+    ("ruler_qa_squad", "qa_1"): (
+        "Answer the question based on the given documents. Only.\n\nDocument 1:\nQuestion: not this. Answer: no.",
+        "\n\nAnswer the question based on the given documents. Only.\n\nQuestion: Who said Answer: now?",
+        " Answer:",
     ),
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(("name", "theirs"), OWN)
 @pytest.mark.parametrize("apart", [False, True])
 def test_what_the_authors_program_wrote_is_cut_before_question_and_answer(
-    name: str, apart: bool, tmp_path: Path
+    name: str, theirs: str, apart: bool, tmp_path: Path
 ) -> None:
-    theirs, (context, question, prefix) = OWN[name]
+    context, question, prefix = OWN[name, theirs]
     whole = {"index": 0, "input": context + question + prefix, "outputs": ["1", "2"], "length": 64}
     if apart:
         whole |= {"input": context + question, "answer_prefix": prefix}
