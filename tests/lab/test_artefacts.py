@@ -94,20 +94,15 @@ def triattention(path: Path, style: str = "half", heads: int = HEADS) -> Path:
     return path
 
 
-def test_duo_attention(tmp_path: Path) -> None:
+def test_what_is_published_replaces_what_was_measured(tmp_path: Path) -> None:
     artefact, changed = imported(duo_attention(tmp_path / "pattern"))
     assert [gates.tolist() for gates in changed.retrieval.values()] == [[0.25, 1.0], [0.0, 0.5]]
     assert same_but(changed) and "duo_attention(sinks=128, recent=256)" in artefact.advice
-
-
-def test_q_filters_point_the_other_way(tmp_path: Path) -> None:
+    # Directions of Q-Filters point the other way.
     _, changed = imported(q_filters(tmp_path / "qfilt"))
     published = rand(LAYERS, KV_HEADS, DIM)
     assert all(torch.equal(layer.direction, -published[index]) for index, layer in changed.layers.items())
     assert same_but(changed, "direction")
-
-
-def test_expected_attention(tmp_path: Path) -> None:
     artefact, changed = imported(expected_attention(tmp_path / "stats"))
     published = rand(LAYERS, HEADS, DIM).bfloat16().float()
     assert all(torch.equal(layer.mean, published[index]) for index, layer in changed.layers.items())
@@ -169,10 +164,18 @@ def test_damaged_files_are_refused(make: Callable[[Path], Path], tmp_path: Path)
             read_artefact(path, tiny("llama"))
 
 
-def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+def test_other_files_and_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     path = duo_attention(tmp_path / "a", np.array([[0.1, np.nan], [0.2, 0.3]]))
     with pytest.raises(KeepsetError, match="is damaged"):
         read_artefact(path, tiny("llama"))
+    (tmp_path / "a.txt").write_text("text")
+    save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
+    torch.save({"weight": torch.ones(2)}, tmp_path / "a.pt")
+    for path in (tmp_path, *(tmp_path / f"a.{end}" for end in ("txt", "safetensors", "pt"))):
+        with pytest.raises(KeepsetError, match="holds nothing that keepset can import"):
+            read_artefact(path, tiny("llama"))
+    with pytest.raises(KeepsetError, match="cannot be read"):
+        read_artefact(tmp_path / "none.pt", tiny("llama"))
 
 
 class _Runs:
@@ -192,14 +195,3 @@ def test_a_file_that_asks_to_run_code_is_refused(tmp_path: Path) -> None:
         with pytest.raises(KeepsetError, match="contains code, which keepset does not run"):
             read_artefact(tmp_path / name, tiny("llama"))
     assert not (tmp_path / "ran").exists()
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    save_file({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
-    torch.save({"weight": torch.ones(2)}, tmp_path / "a.pt")
-    for path in (tmp_path, *(tmp_path / f"a.{end}" for end in ("txt", "safetensors", "pt"))):
-        with pytest.raises(KeepsetError, match="holds nothing that keepset can import"):
-            read_artefact(path, tiny("llama"))
-    with pytest.raises(KeepsetError, match="cannot be read"):
-        read_artefact(tmp_path / "none.pt", tiny("llama"))

@@ -24,10 +24,16 @@ def test_the_full_cache_comes_first_then_every_recipe_under_every_budget() -> No
     assert all(one.recipe == Recipe.parse(one.text) for one in found[1:])
 
 
-def test_nothing_comes_twice() -> None:
+def test_nothing_comes_twice_and_budgets_are_in_order_of_their_size() -> None:
     twice = candidates(Recipe.parse_list("snapkv, snapkv(keep=0.5), snapkv(window=64)"), [Budget(0.5), Budget(0.5)])
     assert [one.text for one in twice] == [FULL, "snapkv(keep=0.5)"]
     assert len(candidates([], [Budget(0.5)])) == 1
+    [_, found] = candidates(RECIPES[:1], [])
+    assert found.text == "snapkv" and "does not say how much to keep" in (found.error or "")
+    # Shares from the largest, then entries from the largest, then what the method decides.
+    budgets = ["keep=9", None, "bytes=0.25", "keep=512", "keep=0.5", "bytes=1.0", "bytes=1e-05"]
+    ordered = ["bytes=1.0", "keep=0.5", "bytes=0.25", "bytes=1e-05", "keep=512", "keep=9", None]
+    assert sorted(budgets, key=largest_first) == ordered
 
 
 def test_recipes_that_say_not_when_compress_again_while_decoding() -> None:
@@ -79,15 +85,3 @@ def test_what_does_not_go_together_is_a_candidate_with_the_reason() -> None:
     assert found["snapkv(keep=128, every=32)"].error is None
     assert found["knorm(keep=0.3, every=32)"].requested == "keep=0.3"
     assert found["snapkv(keep=8, every=32)"].method == "snapkv(every=32)"
-
-
-def test_a_recipe_without_a_budget_is_refused() -> None:
-    [_, found] = candidates(RECIPES[:1], [])
-    assert found.text == "snapkv" and "does not say how much to keep" in (found.error or "")
-
-
-def test_budgets_are_in_order_of_their_size() -> None:
-    """Shares from the largest, then entries from the largest, then what the method decides."""
-    budgets = ["keep=9", None, "bytes=0.25", "keep=512", "keep=0.5", "bytes=1.0", "bytes=1e-05"]
-    ordered = ["bytes=1.0", "keep=0.5", "bytes=0.25", "bytes=1e-05", "keep=512", "keep=9", None]
-    assert sorted(budgets, key=largest_first) == ordered

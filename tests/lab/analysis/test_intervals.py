@@ -91,6 +91,11 @@ def test_differences_of_pairs_by_their_four_outcomes(pairs: list[tuple[int, int]
 
 
 def test_no_spread_is_no_certainty_and_nothing_says_nothing() -> None:
+    assert ends(of_mean([0.2, 0.7])) == pytest.approx((0.2, 0.7))
+    values = np.random.default_rng(4).normal(size=400)
+    mean, margin = values.mean(), 1.966 * values.std(ddof=1) / math.sqrt(400)
+    assert ends(of_mean(values.tolist())) == pytest.approx((mean - margin, mean + margin), abs=0.1 * margin)
+    assert of_mean(values.tolist()) == of_mean(values.tolist())
     assert ends(of_score([1.0] * 12)) == pytest.approx((0.7575, 1.0), abs=1e-3)
     assert ends(of_score([0.0])) == pytest.approx((0.0, 0.7935), abs=1e-3)
     assert ends(of_difference([0.0] * 12)) == pytest.approx((-0.14, 0.14), abs=0.01)
@@ -98,14 +103,6 @@ def test_no_spread_is_no_certainty_and_nothing_says_nothing() -> None:
         low, high = ends(figure)
         assert high - low > least
     assert of_score([]) is of_difference([]) is of_mean([]) is None and of_mean([0.3]) == Figure(0.3)
-
-
-def test_means_of_two_and_of_many() -> None:
-    assert ends(of_mean([0.2, 0.7])) == pytest.approx((0.2, 0.7))
-    values = np.random.default_rng(4).normal(size=400)
-    mean, margin = values.mean(), 1.966 * values.std(ddof=1) / math.sqrt(400)
-    assert ends(of_mean(values.tolist())) == pytest.approx((mean - margin, mean + margin), abs=0.1 * margin)
-    assert of_mean(values.tolist()) == of_mean(values.tolist())
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (100, 1.984)])

@@ -38,9 +38,7 @@ def test_a_row_says_what_its_cells_come_to() -> None:
     check(snapkv, keep=0.5, kv_bytes=500, kv_bytes_full=FULL_BYTES, share=0.5, tokens=8.0)
     assert snapkv.score == of_score([1.0, 0.25, 0.0, 0.5])
     assert snapkv.difference == of_difference([0.0, -0.75, -0.5, 0.0])
-
-
-def test_shares_are_those_of_a_16_bit_cache() -> None:
+    # Shares are those of a 16-bit cache.
     (row,) = summarize([cell("snapkv(bytes=0.25)", share=share, example=str(share)) for share in (0.2, 0.25)]).rows
     check(row, requested="bytes=0.25", share=0.225, kv_bytes=250.0, kv_bytes_full=FULL_BYTES)
 
@@ -174,10 +172,17 @@ def test_a_group_lacks_a_score_where_a_task_does() -> None:
     check(rows["h2o"], score=2.5 / 3, failed=1)
 
 
-def test_cut_contexts_are_counted() -> None:
+def test_cut_contexts_are_counted_and_json_says_all() -> None:
     whole, *rest = ruler(FULL, [[1.0, 1.0], [1.0]])
     summary = summarize([whole, *(replace(each, facts={"cut": 7}) for each in rest)])
     assert [row.cut for row in (*summary.rows, *summary.averages)] == [1, 1, 2]
+    summary = summarize([*BUDGETS, *cells(FULL, [1.0], task="needle@64")])
+    data = json.loads(json.dumps(summary.to_json(), allow_nan=False))
+    assert list(data) == ["baseline", "conclusion", "rows", "averages", "trades", "needles"]
+    assert data["baseline"] == FULL and len(data["rows"]) == 7
+    assert data["rows"][3]["score"].keys() == {"value", "low", "high"} and data["rows"][3]["share"] == 0.25
+    assert data["trades"][0]["reach"][0].keys() == {"tolerance", "removed", "at_least"}
+    assert summarize([]) == Summary(FULL, "No recipe has a score on all tasks yet.", [], [], [], [])
 
 
 def test_trades_by_hand() -> None:
@@ -251,16 +256,6 @@ def test_needle_maps() -> None:
     expected = {(0, 1): 0.5, (9, 0): 0.75, (3, 0): 0.0}
     assert first.scores == [[expected.get((part, column)) for column in range(2)] for part in range(10)]
     assert first.examples[9] == [2, 0] and first.examples[0] == [0, 2] and second.scores[9] == [1.0, None]
-
-
-def test_json_says_all_of_it() -> None:
-    summary = summarize([*BUDGETS, *cells(FULL, [1.0], task="needle@64")])
-    data = json.loads(json.dumps(summary.to_json(), allow_nan=False))
-    assert list(data) == ["baseline", "conclusion", "rows", "averages", "trades", "needles"]
-    assert data["baseline"] == FULL and len(data["rows"]) == 7
-    assert data["rows"][3]["score"].keys() == {"value", "low", "high"} and data["rows"][3]["share"] == 0.25
-    assert data["trades"][0]["reach"][0].keys() == {"tolerance", "removed", "at_least"}
-    assert summarize([]) == Summary(FULL, "No recipe has a score on all tasks yet.", [], [], [], [])
 
 
 def test_groups() -> None:

@@ -29,9 +29,7 @@ def test_a_case_made_by_hand() -> None:
     covariance = 0.05 * 0.25 + 0.1 * 0.125 - 0.1 * 0.125
     spread = math.sqrt((0.05**2 + 0.05**2 + 0.1**2 + 0.1**2) * (0.25**2 + 2 * 0.125**2))
     assert found.correlation.tolist() == [pytest.approx(covariance / spread, rel=1e-6)]
-
-
-def test_the_same_attention_agrees_with_itself() -> None:
+    # The same attention agrees with itself.
     true = torch.rand(3, 5, 17, generator=torch.Generator().manual_seed(0)).softmax(-1)
     found = agreement(true[:, :, None], true, 0.9)
     torch.testing.assert_close(found.correlation, torch.ones_like(found.correlation))

@@ -63,21 +63,15 @@ def test_passages_are_parts_of_texts_each_once(
         drawn |= {first, *rest}
 
 
-def test_the_seed_decides_the_order() -> None:
+def test_the_seed_decides_the_order_and_the_hash_is_that_of_all_texts() -> None:
     def order(seed: int) -> list[int]:
         return [int(passage[0]) for passage in draw([words(0, 400)], seed=seed).passages]
 
     assert order(3) == order(3) != order(4)
     assert sorted(order(3)) == sorted(order(4)) == list(range(0, 400, 20))
-
-
-def test_the_hash_is_that_of_all_texts() -> None:
     texts = [words(0, 30), words(50, 30)]
     expected = hashlib.sha256(f"{texts[0]}\0{texts[1]}".encode()).hexdigest()
     assert draw(texts, tokens=16).sha256 == draw(texts).sha256 == expected
     assert draw(texts[::-1]).sha256 != expected
-
-
-def test_the_essay_that_recipes_are_compared_on_is_left_out() -> None:
     assert len(default_texts()) > 10
     assert essay() not in default_texts()

@@ -106,26 +106,20 @@ def test_the_measured_rotation_is_the_models(name: str, dtype: torch.dtype) -> N
     torch.testing.assert_close(turned[None], keys, rtol=1e-3, atol=1e-3)
 
 
-def test_layers_that_do_not_rotate_have_no_frequencies() -> None:
+def test_layers_that_do_not_rotate_have_no_frequencies_and_what_cannot_be_measured_is_refused() -> None:
     statistics = measure(tiny("smollm3"), corpus(20))
     assert [bool(layer.frequency.any()) for layer in statistics.layers.values()] == [True, False]
+    with pytest.warns(UserWarning, match="compresses nothing"), pytest.raises(KeepsetError, match="nothing to measure"):
+        measure(tiny("mistral_window"), corpus(20))
+    model = copy.deepcopy(tiny("llama"))
+    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = math.inf
+    with pytest.raises(KeepsetError, match=r"not finite|cannot undo"):
+        measure(model, corpus(20))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
 def test_only_layers_that_can_be_compressed_are_measured(name: str) -> None:
     assert list(measure(tiny(name), corpus(20)).layers) == [1, 3]
-
-
-def test_a_model_with_nothing_to_compress_is_refused() -> None:
-    with pytest.warns(UserWarning, match="compresses nothing"), pytest.raises(KeepsetError, match="nothing to measure"):
-        measure(tiny("mistral_window"), corpus(20))
-
-
-def test_queries_that_overflow_are_refused() -> None:
-    model = copy.deepcopy(tiny("llama"))
-    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = math.inf
-    with pytest.raises(KeepsetError, match=r"not finite|cannot undo"):
-        measure(model, corpus(20))
 
 
 def test_the_order_of_passages_does_not_matter() -> None:

@@ -8,9 +8,6 @@ from keepset.lab.cli.checks import parse_budgets, parse_whole
 
 def test_each_number_once() -> None:
     assert parse_whole("3, 5,3,-1", "seeds") == [3, 5, -1]
-
-
-def test_budgets_are_entries_or_shares_of_bytes() -> None:
     assert parse_budgets("512, 0.25,1.0,1") == [Budget(512), Budget(bytes=0.25), Budget(bytes=1.0), Budget(1)]
 
 

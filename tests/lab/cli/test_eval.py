@@ -84,12 +84,14 @@ def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> No
         assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
 
 
-def test_a_tokenizer_without_a_template_is_asked_verbatim(
+def test_a_tokenizer_without_a_template_is_asked_verbatim_and_ray_that_is_not_there_is_said(
     run: Run, stub: type[Stub], tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny[1], "chat_template", None)
     assert run("eval", "counting").code == 0
     assert Stub.asking["chat"] is False
+    monkeypatch.setitem(sys.modules, "ray", None)
+    check_refused(run, "eval", "counting", "--ray", because='Ray is not installed: run `pip install "keepset[ray]"`')
 
 
 def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) -> None:
@@ -245,11 +247,6 @@ def test_another_configuration_is_refused_before_the_model_is_loaded(
     check_refused(run, *two, "--mode", "agnostic", because="(--mode: prompt, not agnostic)")
     monkeypatch.setattr(models, "load", loaded)
     check_refused(run, *two, "--no-chat", because="(chat template: yes, not no)")
-
-
-def test_ray_that_is_not_there_is_said(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    check_refused(run, "eval", "counting", "--ray", because='Ray is not installed: run `pip install "keepset[ray]"`')
 
 
 @pytest.mark.full

@@ -26,14 +26,12 @@ def test_table_and_json(run: Run) -> None:
     assert all(len(row["rounds"]) == 2 and row["error"] is None for row in result["rows"])
 
 
-def test_one_token_has_no_rate(run: Run) -> None:
+def test_one_token_has_no_rate_and_a_recipe_that_cannot_run_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--prompt-tokens", "32", "--output-tokens", "1", "--rounds", "1", "--json", "a", "--text", "text")
     done = run("bench", "latency", *words, "--recipes", "tova(keep=9)")
     assert done.code == 0
     assert [row["tokens_per_second"] for row in json.loads(Path("a").read_text())["rows"]] == [None] * 2
 
-
-def test_a_recipe_that_cannot_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise KeepsetError("It does not go.")
 

@@ -47,9 +47,22 @@ def test_a_page_on_one_method(run: Run, name: str) -> None:
     assert ("gvote(sinks=4, recent=32) does far better" in done.out) is (name == "gvote")
 
 
-def test_a_page_says_what_a_parameter_may_be(run: Run) -> None:
+def test_a_page_says_what_a_parameter_may_be_and_markup_stays_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [line.split() for line in run("methods", "snapkv").out.splitlines()]
     assert ["window", "from", "1", "64"] in rows and ["kernel", "odd,", "from", "1", "5"] in rows
+
+    class Loud(keepset.Method):
+        """[red]Doe[/red] \x1b[31m2026."""
+
+        name = "loud"
+        paper = "[red]Doe[/red] \x1b[31m2026"
+
+        def score(self, observation: keepset.Observation) -> Float[Tensor, "batch kv_heads entries"]:
+            return observation.positions.float()
+
+    monkeypatch.setitem(registry._methods, "loud", Loud)
+    done = run("methods")
+    assert "[red]Doe[/red] \N{REPLACEMENT CHARACTER}[31m2026" in done.out and "\x1b" not in done.out
 
 
 RAGGED = {
@@ -75,21 +88,6 @@ def test_json_lists_every_method(run: Run) -> None:
         values = [f"{name}={value!r}" for name, value in entry["parameters"].items() if name != "scorer"]
         spelled_out = f"{entry['name']}({scorer}{', '.join(values)})"
         assert keepset.Recipe.parse(spelled_out) == keepset.Recipe.parse(f"{entry['name']}({scorer})")
-
-
-def test_markup_of_a_method_of_ones_own_stays_text(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Loud(keepset.Method):
-        """[red]Doe[/red] \x1b[31m2026."""
-
-        name = "loud"
-        paper = "[red]Doe[/red] \x1b[31m2026"
-
-        def score(self, observation: keepset.Observation) -> Float[Tensor, "batch kv_heads entries"]:
-            return observation.positions.float()
-
-    monkeypatch.setitem(registry._methods, "loud", Loud)
-    done = run("methods")
-    assert "[red]Doe[/red] \N{REPLACEMENT CHARACTER}[31m2026" in done.out and "\x1b" not in done.out
 
 
 @pytest.mark.parametrize("command", ["methods", "bench", "bench latency"])

@@ -139,10 +139,7 @@ def test_columns_are_left_out_and_names_break_at_spaces(width: int, titles: list
     assert any(row.split()[0] == "snapkv" and len(row.split()) == 1 + len(titles) for row in rows)
 
 
-def test_a_name_that_fits_keeps_to_one_line() -> None:
+def test_a_name_that_fits_keeps_to_one_line_and_an_empty_column_is_left_out() -> None:
     assert len(grid_lines(120)) == 3 and len(grid_lines(80)) == 4
-
-
-def test_an_empty_column_is_left_out() -> None:
     lines = shown({"snapkv": ["4.7", ""]}, {"MB": 0, "95 %": 1}, 80)
     assert " ".join(lines).split() == ["recipe", "MB", "snapkv", "4.7"]

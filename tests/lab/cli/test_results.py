@@ -96,15 +96,12 @@ def test_files(run: Run, sweep: Path) -> None:
     assert csv_rows(Path("a.csv").read_text(encoding="utf-8"))[0]["recipe"] == FULL
 
 
-def test_text_steers_no_terminal(run: Run, tmp_path: Path) -> None:
+def test_text_steers_no_terminal_and_what_rounds_to_zero_has_no_sign(run: Run, tmp_path: Path) -> None:
     failed = replace(cell(FULL, None), error=EVIL, recipe=EVIL, method=EVIL, task=EVIL)
     write([cell(FULL, 1.0), failed], tmp_path / "evil.sqlite")
     done = run("results", "evil.sqlite")
     assert done.code == 0 and "\x1b" not in done.out
     assert "[red]evil[/red]" in done.out
-
-
-def test_what_rounds_to_zero_has_no_sign() -> None:
     assert interval(Figure(-0.0001, -0.0004, 0.0004), "+") == "+0.0 (+0.0..+0.0)"
     assert interval(Figure(-0.001)) == "-0.1"
 

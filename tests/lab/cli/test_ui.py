@@ -223,15 +223,14 @@ def test_the_page_holds_text_only_in_its_data_block(server: PlaygroundServer) ->
     assert "default-src 'none'" in policy and "unsafe" not in policy.partition("script-src")[2].partition(";")[0]
 
 
-def test_ports_that_cannot_be(run: Run, tiny: Any) -> None:
+def test_the_playground_offers_the_recipes_of_compare_on_a_port_that_is_free(
+    run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         check_refused(run, "ui", "--port", port, because=f"Port {port} of 127.0.0.1 is not available")
-
-
-def test_the_playground_offers_the_recipes_of_compare(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(PlaygroundServer, "__init__", lambda self, port, playground, facts: given.append(facts))
     monkeypatch.setattr(PlaygroundServer, "__exit__", lambda *_: None)

@@ -242,18 +242,21 @@ def compared(*rows: Record, tokens: int = 1024, **full: Any) -> Comparison:
     return Comparison("model", tokens, 64, full, rows=list(rows))
 
 
-def test_the_nearest_is_named_where_no_interval_reaches_its_own() -> None:
+def test_the_nearest_is_named_and_overlapping_intervals_are_a_tie() -> None:
     said = conclusion(compared(told("a", 0.1, 0.04), told("b", 0.2, 0.05), told("c", 0.9)))
     assert said.startswith("On this text, with 10% of a full 16-bit cache's bytes, a is nearest to the full cache (KL")
     assert "of 64 places), c furthest (KL 0.900)." in said
-
-
-def test_overlapping_intervals_are_a_tie() -> None:
     a, b, c = told("a", 0.1, 0.06), told("b", 0.2, 0.05), told("c", 0.9)
     assert "a and b are nearest to the full cache, a tie (KL 0.100 to 0.200 over 64 tokens); c is" in conclusion(
         compared(c, b, a)
     )
     assert "the recipes cannot be told apart (KL 0.100 to 0.200 over 64 tokens)" in conclusion(compared(b, a))
+    # Who keeps more than its budget is not compared with those who do not.
+    greedy = told("a", 0.1)
+    greedy = replace(greedy, figures={**greedy.figures, "share": 0.24})
+    said = conclusion(compared(greedy, told("b", 0.2), told("c", 0.9)))
+    assert "with 10% of a full 16-bit cache's bytes, b is nearest" in said
+    assert "with 24% of a full 16-bit cache's bytes, a is nearest" in conclusion(compared(greedy))
 
 
 def test_all_that_answer_are_named_under_the_smallest_budget_that_answers() -> None:
@@ -266,14 +269,6 @@ def test_all_that_answer_are_named_under_the_smallest_budget_that_answers() -> N
     )
     none = [replace(each, figures={**each.figures, "needle_found": False}) for each in smaller]
     assert conclusion(compared(*none, needle_found=True)).startswith("Under none of these budgets")
-
-
-def test_who_keeps_more_than_its_budget_is_not_compared_with_those_who_do_not() -> None:
-    greedy = told("a", 0.1)
-    greedy = replace(greedy, figures={**greedy.figures, "share": 0.24})
-    said = conclusion(compared(greedy, told("b", 0.2), told("c", 0.9)))
-    assert "with 10% of a full 16-bit cache's bytes, b is nearest" in said
-    assert "with 24% of a full 16-bit cache's bytes, a is nearest" in conclusion(compared(greedy))
 
 
 def test_nothing_is_concluded_from_a_short_text() -> None:

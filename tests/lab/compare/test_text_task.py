@@ -51,11 +51,20 @@ def test_prompt_is_as_long_as_asked_and_the_continuation_follows(
     assert needle is not None or prompt == text[:read]
 
 
-def test_needle_stands_at_its_depth(tokenizer: Any) -> None:
+def test_needle_stands_at_its_depth_and_a_short_text_makes_a_short_prompt(tokenizer: Any) -> None:
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
         task = make_text_task(tokenizer, ESSAY, tokens=1024, continuation=8, needle=NEEDLE, depth=depth)
         prompt = decode(tokenizer, task.prompt)
         assert prompt.index(NEEDLE.sentence) / len(prompt) == pytest.approx(depth, abs=0.06)
+    text = ESSAY[:1000]
+    total = len(tokenizer(text)["input_ids"])
+    task = make_text_task(tokenizer, text, tokens=4096, continuation=20)
+    assert task.prompt.shape[1] + task.continuation.shape[1] == total
+    assert decode(tokenizer, task.prompt) + decode(tokenizer, task.continuation) == text
+
+    assert make_text_task(tokenizer, text, tokens=999, continuation=total - 1).prompt.shape[1] == 1
+    message = refusal(tokenizer, text, tokens=999, continuation=total)
+    assert message.startswith(f"The text has {total} tokens, too few for a prompt and {total} tokens of continuation")
 
 
 @pytest.mark.parametrize("needle", [NEEDLE, OWN], ids=["hidden", "own"])
@@ -82,18 +91,6 @@ def test_prompt_begins_once(tokenizer: Any, needle: Needle | None) -> None:
     assert task.prompt[0, 0] == 1
     parts = [task.prompt[0], task.continuation[0], *([] if task.question is None else [task.question[0]])]
     assert torch.cat(parts).tolist().count(1) == 1
-
-
-def test_short_text_makes_a_short_prompt_and_must_reach_beyond_the_continuation(tokenizer: Any) -> None:
-    text = ESSAY[:1000]
-    total = len(tokenizer(text)["input_ids"])
-    task = make_text_task(tokenizer, text, tokens=4096, continuation=20)
-    assert task.prompt.shape[1] + task.continuation.shape[1] == total
-    assert decode(tokenizer, task.prompt) + decode(tokenizer, task.continuation) == text
-
-    assert make_text_task(tokenizer, text, tokens=999, continuation=total - 1).prompt.shape[1] == 1
-    message = refusal(tokenizer, text, tokens=999, continuation=total)
-    assert message.startswith(f"The text has {total} tokens, too few for a prompt and {total} tokens of continuation")
 
 
 @pytest.mark.parametrize("needle", [None, NEEDLE], ids=["none", "hidden"])

@@ -219,7 +219,7 @@ def test_processes_share_a_log(tmp_path: Path) -> None:
     assert len(trials) == 3 * 40 == len({(row.context, row.number) for row in trials})
 
 
-def test_what_is_no_log_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_what_is_no_log_is_left_alone_and_an_empty_one_is_not_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"precious" * 200)
     with pytest.raises(KeepsetError, match="cannot be used as a log"):
@@ -235,6 +235,14 @@ def test_what_is_no_log_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert foreign.read_bytes() == before
     with pytest.raises(KeepsetError, match="cannot be used as a log"):
         compile_tables(tiny("llama"), corpus(3), options(), tmp_path / "absent" / "log")
+    path = tmp_path / "log"
+    Log(path, {"seed": 0}).close()
+    assert not path.exists()
+    log = Log(path, {"seed": 0})
+    log.add_risk("a text", (1.0, 2.0))
+    log.close()
+    Log(path, {"seed": 0}).close()
+    assert path.exists()
 
 
 @pytest.mark.parametrize(
@@ -300,14 +308,3 @@ def test_a_model_that_keepset_leaves_alone() -> None:
     model = tiny("mistral_window")
     with pytest.warns(UserWarning), pytest.raises(KeepsetError, match="there is nothing to compile"):
         compile_tables(model, corpus(2), dataclasses.replace(options(), contexts=1))
-
-
-def test_a_log_that_has_come_to_nothing_is_not_left_behind(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    Log(path, {"seed": 0}).close()
-    assert not path.exists()
-    log = Log(path, {"seed": 0})
-    log.add_risk("a text", (1.0, 2.0))
-    log.close()
-    Log(path, {"seed": 0}).close()
-    assert path.exists()

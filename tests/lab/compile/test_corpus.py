@@ -75,13 +75,14 @@ def test_contexts_are_pieces_of_texts_that_do_not_overlap(bos: str | None) -> No
     assert [a.name for a in drawn(tokenizer, texts, seed=1).contexts] != [a.name for a in corpus.contexts]
 
 
-def test_the_same_text_twice_is_one_context() -> None:
+def test_the_same_text_twice_is_one_context_and_a_short_one_is_none() -> None:
     assert len(drawn(Words(), [words(11)] * 3).contexts) == 1
-
-
-def test_too_short() -> None:
     with pytest.raises(KeepsetError, match="No text has 11 tokens, a context of 8 and the 3 that follow it"):
         drawn(Words(), [words(10), words(3)])
+    assert passage_hashes(" \n") == ()
+    assert len(passage_hashes("one")) == 1 and passage_hashes("one  two") == passage_hashes(
+        "one\ntwo"
+    ) != passage_hashes("one")
 
 
 def test_files(tmp_path: Path) -> None:
@@ -122,13 +123,6 @@ def test_a_shared_passage_is_known_wherever_it_was_cut(first: int, length: int, 
     passage = " ".join(text[first : first + length])
     assert is_contaminated(tables, f"{words(200, 'x')}\n\n{passage}  {words(99, 'y')}")
     assert not is_contaminated(tables, words(1000, f"other{seed}."))
-
-
-def test_marks_of_little() -> None:
-    assert passage_hashes(" \n") == ()
-    assert len(passage_hashes("one")) == 1 and passage_hashes("one  two") == passage_hashes(
-        "one\ntwo"
-    ) != passage_hashes("one")
 
 
 def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -> None:

@@ -110,9 +110,15 @@ def test_a_file_is_read_as_a_person_reads_it() -> None:
     assert figure.published == {"owner/model-1B": {skewness: 0.5}, "owner/model-3B": {skewness: 2.0}}
 
 
-def test_an_unknown_id_is_told_the_nearest() -> None:
+def test_table_14s_differences_are_those_of_its_columns() -> None:
     with pytest.raises(KeepsetError, match="did you mean 'ams-table-2'"):
         entry_of("ams-tabel-2")
+    (figures,) = entry_of("ams-table-14").published.values()
+    differences = {key: value for key, value in figures.items() if key.method == "Δ"}
+    assert len(differences) == 8
+    for key, value in differences.items():
+        gain = figures[key._replace(method="AMS-TOVA")] - figures[key._replace(method="TOVA")]
+        assert value == pytest.approx(gain, abs=0.0011)
 
 
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")
@@ -151,12 +157,3 @@ def test_kvcomposes_averages_are_means_of_its_columns(name: str) -> None:
         values = [value for each, value in rows if (each.method, each.metric) == (key.method, key.metric)]
         assert len(values) == 3 * (1 if name == "kvcompose-table-4" else 2)
         assert abs(fmean(values) - average) < 0.00101, key
-
-
-def test_table_14s_differences_are_those_of_its_columns() -> None:
-    (figures,) = entry_of("ams-table-14").published.values()
-    differences = {key: value for key, value in figures.items() if key.method == "Δ"}
-    assert len(differences) == 8
-    for key, value in differences.items():
-        gain = figures[key._replace(method="AMS-TOVA")] - figures[key._replace(method="TOVA")]
-        assert value == pytest.approx(gain, abs=0.0011)

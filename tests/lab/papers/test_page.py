@@ -59,13 +59,9 @@ def test_there_is_a_page_for_each_paper() -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_equation_and_line_has_its_place(paper: str) -> None:
+def test_every_equation_and_line_has_its_place_and_a_test(paper: str) -> None:
     assert numbers(places(paper), "eq.") == EQUATIONS[paper]
     assert not LINES.get(paper, set()) - numbers(places(paper), "lines?")
-
-
-@pytest.mark.parametrize("paper", PAPERS)
-def test_every_place_names_a_test(paper: str) -> None:
     assert all(TEST.findall(named) for _, named in places(paper))
 
 

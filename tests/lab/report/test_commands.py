@@ -102,16 +102,13 @@ def test_results_say_what_events_do_what_memory_peaks_at_and_what_was_cut() -> N
     assert "Of 1 examples the context was cut in its middle" in notes(page)
 
 
-def test_results_have_maps_of_needles() -> None:
+def test_results_have_maps_of_needles_and_say_what_they_are_compared_with() -> None:
     full, snapkv = options(results_page(), "needle-task")["needle"][0]["maps"]
     assert (full["title"], snapkv["title"]) == (FULL, "snapkv(keep=0.5)") and snapkv["head"] == ["depth", "64", "128"]
     assert [[line[0], *(cell[:2] for cell in line[1:])] for line in snapkv["lines"]] == [
         ["0 to 10 %", ["0", 0], ["100", 1]],
         ["90 to 100 %", ["", None], ["0", 0]],
     ]
-
-
-def test_results_say_what_they_are_compared_with() -> None:
     page = data_of(results_page(baseline="snapkv"))
     assert ["Why", EVIL] in page["origin"] and ["Compared with", "snapkv"] in page["facts"]
     assert "Differences are to snapkv with the same budget" in notes(page["sections"])

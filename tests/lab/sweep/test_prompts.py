@@ -48,16 +48,12 @@ def test_a_question_that_is_known_belongs_to_the_prompt_and_else_follows() -> No
     [found] = prompts(example("Long text.", WHAT, WHERE), mode="agnostic")
     assert (text(found.ids), asked(found)) == ("Long text.", [" What? It ", "\nWhere?"])
     assert [each.question for each in found.questions] == [WHAT, WHERE]
-
-
-def test_white_space_before_a_choice_belongs_to_the_choice() -> None:
+    # White space before a choice belongs to the choice.
     for mode in ("prompt", "agnostic"):
         [found] = prompts(example("Long text.", WHERE), mode=mode)
         assert text(found.ids + found.questions[0].ids) == "Long text.\nWhere?"
         assert choices(found.questions[0]) == ["  here", " there", " \n"]
-
-
-def test_a_chat_has_the_answers_beginning_after_its_template() -> None:
+    # A chat has the answer's beginning after its template.
     [aware] = prompts(example("Long text.", WHAT), **CHATS)
     assert text(aware.ids) == "^U:Long text. What?.\nA: It "
     [agnostic] = prompts(example("Long text.", WHAT, WHERE), mode="agnostic", **CHATS)
@@ -78,12 +74,17 @@ def test_a_question_is_told_or_is_the_prompts_end_and_what_comes_after_it_is_not
         assert each.ids + each.questions[0].ids == told.ids + question.ids
 
 
-def test_told_or_not_the_same_is_cut_from_a_context() -> None:
+def test_told_or_not_the_same_is_cut_from_a_context_by_the_longest_question() -> None:
     of = example("abcdefghijklmnopqrst", Question("????", "x", prefix="!!"))
     options = dict(answer=3, longest=20, mode="task")
     [told], [other] = prompts(of, task_aware=True, **options), prompts(of, **options)
     assert text(told.ids) == "abcdef" + "pqrst" and told.cut == other.cut == 9
     assert text(other.ids) == "abcdef" + "pqrst" + "????" and asked(other) == ["!!"]
+    of = example("x" * 50, Question("?", "a"), Question("??????", "b"), Question("", 0, choices=("c", "dddddddd")))
+    [found] = prompts(of, longest=40, answer=4, mode="agnostic")
+    assert len(found.ids) == 40 - 6 - 4
+    cuts = [one.cut for one in prompts(of, longest=40, answer=4)]
+    assert cuts == [50 + 1 + 4 - 40, 50 + 6 + 4 - 40, 50 + 8 - 40]
 
 
 def test_special_tokens_are_the_tokenizers_own_and_come_once() -> None:
@@ -121,14 +122,6 @@ def test_what_is_too_long_loses_the_middle_of_its_context(
     kept = context if left == length else context[: (left + 1) // 2] + context[length - left // 2 :]
     said = text(found.ids + found.questions[0].ids)
     assert said == before + kept + end and found.cut == length - left and len(said) + answer <= longest
-
-
-def test_the_longest_question_says_what_a_context_may_be_and_so_do_choices() -> None:
-    of = example("x" * 50, Question("?", "a"), Question("??????", "b"), Question("", 0, choices=("c", "dddddddd")))
-    [found] = prompts(of, longest=40, answer=4, mode="agnostic")
-    assert len(found.ids) == 40 - 6 - 4
-    cuts = [one.cut for one in prompts(of, longest=40, answer=4)]
-    assert cuts == [50 + 1 + 4 - 40, 50 + 6 + 4 - 40, 50 + 8 - 40]
 
 
 @pytest.mark.parametrize(

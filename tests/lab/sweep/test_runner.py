@@ -531,10 +531,13 @@ def test_figures_are_means_over_the_questions() -> None:
     assert repetition_rate(torch.tensor(said)) == 5 / 9
 
 
-def test_a_cut_is_among_the_facts() -> None:
+def test_a_cut_is_among_the_facts_and_what_cannot_be_asked_is_an_error_of_every_candidate() -> None:
     for cell in run(parsed("knorm(keep=0.5)"), example=replace(EXAMPLE, context="x" * 600)):
         assert cell.error is None and cell.facts == {"depth": 0.5, "cut": 600 - (512 - 8 - len("\nWhat is said? It"))}
     assert all(cell.facts == {"depth": 0.5} for cell in run(parsed("knorm(keep=0.5)")))
+    cells = run(candidates(RECIPES, [Budget(0.5)]), example=replace(EXAMPLE, context=""))
+    assert len(cells) == 4
+    assert all("Example one has no context" in (cell.error or "") for cell in cells)
 
 
 # --- what goes wrong
@@ -558,12 +561,6 @@ def test_a_model_that_predicts_no_numbers_fails_in_a_sentence_and_stops_no_sweep
     for cell in run(parsed("snapkv(window=8, keep=0.5)"), model=model, temperature=temperature):
         assert cell.error is not None and cell.error.startswith("The model predicts NaN: its weights are damaged")
         json.dumps(cell.to_json(), allow_nan=False)
-
-
-def test_an_example_that_cannot_be_asked_is_an_error_of_every_candidate() -> None:
-    cells = run(candidates(RECIPES, [Budget(0.5)]), example=replace(EXAMPLE, context=""))
-    assert len(cells) == 4
-    assert all("Example one has no context" in (cell.error or "") for cell in cells)
 
 
 @pytest.mark.few(1)

@@ -29,12 +29,18 @@ def test_what_was_written_is_read(
     assert [row.fields for row in read_records(folder, "a")] == items
 
 
-def test_empty_lines_and_byte_order_marks_do_not_count_but_line_numbers_do(tmp_path: Path) -> None:
+def test_empty_lines_do_not_count_but_line_numbers_do_and_a_missing_field_is_named(tmp_path: Path) -> None:
     tmp_path.joinpath("a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n \r\n{"a": "x\xe2\x80\xa8y"}\r\n')
     assert read_records(tmp_path, "a") == [
         DataRecord("a.jsonl, line 1,", {"a": 1}),
         DataRecord("a.jsonl, line 4,", {"a": "x\u2028y"}),
     ]
+    row = DataRecord("a.jsonl, line 3,", {"x": None, "y": 0})
+    assert row.first("y") == 0 and row.first("x", "y") == 0
+    with pytest.raises(KeepsetError, match=r"^a.jsonl, line 3, lacks the field 'x' or 'z': it has 'x', 'y'\.$"):
+        row.first("x", "z")
+    with pytest.raises(KeepsetError, match="lacks the field 'z': it has no field"):
+        DataRecord("b", {}).first("z")
 
 
 @pytest.mark.parametrize(
@@ -57,15 +63,6 @@ def test_bad_files_are_one_sentence(tmp_path: Path, content: bytes | None, sente
         tmp_path.joinpath("a.jsonl").write_bytes(content)
     with pytest.raises(KeepsetError, match=sentence):
         read_records(tmp_path, "a")
-
-
-def test_a_missing_field_is_named_with_its_line() -> None:
-    row = DataRecord("a.jsonl, line 3,", {"x": None, "y": 0})
-    assert row.first("y") == 0 and row.first("x", "y") == 0
-    with pytest.raises(KeepsetError, match=r"^a.jsonl, line 3, lacks the field 'x' or 'z': it has 'x', 'y'\.$"):
-        row.first("x", "z")
-    with pytest.raises(KeepsetError, match="lacks the field 'z': it has no field"):
-        DataRecord("b", {}).first("z")
 
 
 # --- the hub

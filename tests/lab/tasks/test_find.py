@@ -72,15 +72,14 @@ def test_an_unknown_name_is_one_sentence_with_the_nearest(name: str, sentence: s
         find([], TaskSettings())
 
 
-def test_without_the_harness_it_is_said_where_other_tasks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness_it_is_said_where_other_tasks_are_and_settings_out_of_range_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(KeepsetError) as caught:
         find(["hellaswag"], TaskSettings())
     assert "no task 'hellaswag' without lm-evaluation-harness: pip install \"keepset[eval]\"" in str(caught.value)
     assert find(["needle"], TaskSettings())[0].name == "needle@4096"
-
-
-def test_settings_out_of_range_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(KeepsetError, match=r"There is no folder '.*nowhere' to take data from"):
         TaskSettings(data=tmp_path / "nowhere")
     for lengths in ((), (4096, 0)):

@@ -44,18 +44,12 @@ def test_the_size_that_is_found_fills_the_room(
         assert size == fitting[-1] or lengths[size] == lengths[fitting[-1]] or lengths[size] >= 0.97 * space
 
 
-def test_there_need_be_no_largest_size() -> None:
-    found = fit(lambda size: example("ab" * size), lambda made: len(made.context), 10_001, smallest=1)
-    assert found is not None and 0.97 * 10_001 <= len(found[1].context) <= 10_001
-
-
-def test_parts_count_as_much_as_the_whole_or_more(tokenizer: Any) -> None:
+def test_parts_count_as_much_as_the_whole_or_more_and_so_does_a_chat_template(tokenizer: Any) -> None:
     made = Example("0", "One. Two", (Question(" words.", None, prefix=" And"), Question("?", None)))
     assert measure(tokenizer, made) >= len(tokenizer("One. Two words. And")["input_ids"])
-
-
-def test_a_chat_template_takes_its_part_of_the_room(tokenizer: Any) -> None:
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True
     )
     assert room(tokenizer, 100, 8) == 92 - len(tokenizer(rendered)["input_ids"])
+    found = fit(lambda size: example("ab" * size), lambda made: len(made.context), 10_001, smallest=1)
+    assert found is not None and 0.97 * 10_001 <= len(found[1].context) <= 10_001

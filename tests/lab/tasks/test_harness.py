@@ -172,7 +172,7 @@ def test_where_a_prompt_is_cut(doc: dict[str, Any], asked: str, context: str) ->
     assert harness._split(prompt, asked, doc) == (context, prompt[len(context) :])
 
 
-def test_how_answers_are_generated_is_the_task_s(tmp_path: Path) -> None:
+def test_how_answers_are_generated_is_the_task_s_and_a_limit_changes_no_prompt(tmp_path: Path) -> None:
     for name, changes, generation, decodes in [
         ("write", {}, Generation(7, (".", "Q:")), False),
         ("prefixed", {}, Generation(256, ("\n",)), False),
@@ -180,9 +180,6 @@ def test_how_answers_are_generated_is_the_task_s(tmp_path: Path) -> None:
     ]:
         task = make_task(define(tmp_path, name, **changes))
         assert (task.generation, task.decodes) == (generation, decodes)
-
-
-def test_a_limit_changes_no_prompt_and_chance_goes_on_as_before(tmp_path: Path) -> None:
     path = define(tmp_path, "choose", num_fewshot=2)
     state = random.getstate()
     every = examples_of(make_task(path))

@@ -103,11 +103,15 @@ def test_a_class_within_another_counts_as_the_authors_count_it_and_the_best_of_s
     assert [made.judge(question, answer)[made.metric] for answer in question.target["answers"]] == [1.0, 1.0]
 
 
-def test_longbench_is_sixteen_tasks_of_which_examples_and_code_are_asked_without_a_chat_template() -> None:
+def test_longbench_is_sixteen_tasks_and_longbench2_six_domains() -> None:
+    # Examples and code are asked without a chat template.
     found = find(["longbench"], TaskSettings(MINIATURE))
     assert [made.name for made in found] == list(TASKS) and len(TASKS) == 16
     verbatim = {made.name for made in found if not made.chat}
     assert verbatim == {*FIRST_LINES, "longbench_lcc", "longbench_repobench-p"}
+    tasks = find(["longbench2"], TaskSettings())
+    assert [made.name for made in tasks] == list(longbench2.NAMES[:-1]) and len(tasks) == 6
+    assert all(made.generation.tokens == 128 and not made.decodes for made in tasks)
 
 
 def test_the_harness_data_set_on_the_hub(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,12 +210,6 @@ def test_the_prompt_is_the_authors_and_the_text_is_its_context(tmp_path: Path) -
 )
 def test_an_answer_is_found_as_the_authors_find_it(reply: str, right: bool) -> None:
     assert make_task("longbench2_single").judge(Question("?", target="B"), reply) == {"accuracy": float(right)}
-
-
-def test_longbench2_is_six_domains_with_generated_answers() -> None:
-    tasks = find(["longbench2"], TaskSettings())
-    assert [made.name for made in tasks] == list(longbench2.NAMES[:-1]) and len(tasks) == 6
-    assert all(made.generation.tokens == 128 and not made.decodes for made in tasks)
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,11 @@ def test_examples_fill_their_length_and_hold_the_fact_at_its_depth(length: int, 
         assert example.facts["length"] == length
 
 
-def test_hay_is_a_part_of_the_essays(tokenizer: Any) -> None:
+def test_hay_is_a_part_of_the_essays_and_depths_take_turns(tokenizer: Any) -> None:
     first, second = needle(500).examples(tokenizer, limit=2)
     for example, name in zip((first, second), essays(), strict=False):
         sentence = f"{example.questions[0].prefix.strip()} {example.questions[0].target}. "
         assert essay(name).startswith(example.context.replace(sentence, "")[:500])
-
-
-def test_depths_take_turns_so_that_few_examples_are_spread_as_well(tokenizer: Any) -> None:
     depths = [float(example.facts["depth"]) for example in needle(200).examples(tokenizer, limit=20)]
     assert sorted(depths[:10]) == pytest.approx([(part + 0.5) / 10 for part in range(10)])
     assert depths[10:] == depths[:10]
@@ -57,23 +54,17 @@ def test_depths_take_turns_so_that_few_examples_are_spread_as_well(tokenizer: An
         assert (
             max(b - a for a, b in zip([0.0, *sorted(depths[:few])], [*sorted(depths[:few]), 1.0], strict=True)) <= 0.35
         )
-
-
-def test_examples_depend_on_index_and_seed_only(tokenizer: Any) -> None:
     made = needle(256)
     assert made.examples(tokenizer, limit=6)[:2] == made.examples(tokenizer, limit=2)
     assert made.examples(tokenizer, limit=2, seed=1) != made.examples(tokenizer, limit=2)
     assert len({example.id for example in made.examples(tokenizer)}) == 50
 
 
-def test_a_number_in_the_reply_is_found(tokenizer: Any) -> None:
+def test_a_number_in_the_reply_is_found_and_a_short_length_refused(tokenizer: Any) -> None:
     made = needle(256)
     [question] = made.examples(tokenizer, limit=1)[0].questions
     assert made.judge(question, f" {question.target}.\nMore") == {"found": 1.0}
     assert made.judge(question, f" {question.target[:3]} {question.target[3]}") == {"found": 0.0}
-
-
-def test_a_length_that_is_too_short(tokenizer: Any) -> None:
     with pytest.raises(KeepsetError, match="60 tokens leave no room"):
         needle(60).examples(tokenizer, limit=1)
 

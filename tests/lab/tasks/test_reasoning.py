@@ -48,13 +48,10 @@ def test_data_in_the_forms_that_there_are(
     assert make_task(name).judge(question, f"So it is \\boxed{{{gold} + 1}}.") == {"accuracy": 0.0}
 
 
-def test_an_example_has_maths_subject_and_level(tmp_path: Path) -> None:
+def test_examples_come_in_order_and_have_maths_subject_and_level(tmp_path: Path) -> None:
     item = {"problem": "Solve it", "answer": "3", "subject": "Number Theory", "level": 4, "unique_id": "x"}
     assert examples(tmp_path, "math500", item)[0].facts == {"subject": "Number Theory", "level": 4}
     assert examples(tmp_path, "math500", {**item, "subject": None, "level": [4]})[0].facts == {}
-
-
-def test_examples_come_in_order_and_a_limit_cuts_them(tmp_path: Path) -> None:
     items = [{"question": f"{n}?", "answer": f"#### {n}"} for n in range(5)]
     every = examples(tmp_path, "gsm8k", *items)
     assert [example.questions[0].text for example in every] == [f"{n}?{ASK}" for n in range(5)]
@@ -62,10 +59,13 @@ def test_examples_come_in_order_and_a_limit_cuts_them(tmp_path: Path) -> None:
     assert examples(tmp_path, "gsm8k", *items, limit=2) == every[:2]
 
 
-def test_answers_are_long_and_decoded() -> None:
+def test_answers_are_long_and_judged_in_threads_too() -> None:
     for name, tokens in {"gsm8k": 1024, "math500": 16384, "aime24": 32768, "aime25": 32768}.items():
         made = make_task(name)
         assert (made.name, made.metric, made.decodes, made.generation) == (name, "accuracy", True, Generation(tokens))
+    with ThreadPoolExecutor(6) as pool:
+        found = pool.map(lambda number: reasoning.agree("\\boxed{3}", f"\\boxed{{{number}}}"), range(6))
+    assert list(found) == [number == 3 for number in range(6)]
 
 
 RIGHT = [
@@ -107,12 +107,6 @@ WRONG = [
 @pytest.mark.parametrize("gold, reply, right", [*((*pair, 1.0) for pair in RIGHT), *((*pair, 0.0) for pair in WRONG)])
 def test_answers_by_hand(gold: str, reply: str, right: float) -> None:
     assert make_task("math500").judge(Question("?", target=f"\\boxed{{{gold}}}"), reply) == {"accuracy": right}
-
-
-def test_answers_are_judged_in_threads_too() -> None:
-    with ThreadPoolExecutor(6) as pool:
-        found = pool.map(lambda number: reasoning.agree("\\boxed{3}", f"\\boxed{{{number}}}"), range(6))
-    assert list(found) == [number == 3 for number in range(6)]
 
 
 @pytest.mark.full
