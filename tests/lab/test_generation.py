@@ -61,7 +61,6 @@ def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
         ("Oslo and more", Generation(4), "Oslo", False, 4),
         ("Oslo\n", Generation(5, ("\n",)), "Oslo", True, 5),
         ("Oslo\n", Generation(4, ("\n",)), "Oslo", False, 4),
-        ("Oslo" + END, Generation(5), "Oslo", True, 5),
         ("éàé.", Generation(9, ("é.",)), "éà", True, 4),
         ("abcab", Generation(5, ("ca", "bc")), "a", True, 3),
         ("The answer is 4. Question: why", Generation(40, ("Question:",)), "The answer is 4. ", True, 26),

@@ -126,21 +126,6 @@ def test_what_fails_leaves_the_race_with_its_reason() -> None:
     assert [e.error for e in nothing.entries] == ["no"] * 3
 
 
-def test_stopped_halfway_it_knows_what_it_has_measured() -> None:
-    def formula(number: int, piece: int) -> Record | str:
-        if (number, piece) == (3, 5):
-            raise KeyboardInterrupt
-        return "no" if (number, piece) == (4, 4) else noisy(3, 0)(number, piece)
-
-    race = Halving(Made(formula), recipes(5), PIECES)
-    with pytest.raises(KeyboardInterrupt):
-        race.run()
-    assert (race.round, race.pieces) == (3, 5)
-    assert number_of(race.ranked()[0]) == 3
-    # Five pieces are too few to tell anything apart.
-    assert sorted(map(number_of, tied(race.ranked()))) == [1, 2, 3]
-
-
 # --- order and ties
 
 
@@ -172,10 +157,23 @@ def test_what_cannot_be_told_from_the_best_is_tied(kls: list[list[float]], expec
         assert ranked(entries[::-1])[0] is entries[0]
 
 
-def test_rows_stand_by_the_figures_that_they_show() -> None:
-    """In the race by KL on the pieces that all have; then those that left, the last first."""
+def test_stopped_halfway_it_knows_what_it_has_measured() -> None:
+    # In the race by KL on the pieces that all have; then those that left, the last first.
     race = run(noisy(0, 1), 10)
     rows = [(number_of(row), len(row.figures), running) for row, running in race.standing()]
     assert rows == [(0, 16, True), (1, 16, True), (2, 16, True), (3, 16, True), (4, 4, False)] + [
         (number, 2, False) for number in range(5, 10)
     ]
+
+    def formula(number: int, piece: int) -> Record | str:
+        if (number, piece) == (3, 5):
+            raise KeyboardInterrupt
+        return "no" if (number, piece) == (4, 4) else noisy(3, 0)(number, piece)
+
+    race = Halving(Made(formula), recipes(5), PIECES)
+    with pytest.raises(KeyboardInterrupt):
+        race.run()
+    assert (race.round, race.pieces) == (3, 5)
+    assert number_of(race.ranked()[0]) == 3
+    # Five pieces are too few to tell anything apart.
+    assert sorted(map(number_of, tied(race.ranked()))) == [1, 2, 3]

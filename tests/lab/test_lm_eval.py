@@ -105,7 +105,7 @@ PAIRS = [
 @pytest.mark.cross
 @pytest.mark.parametrize("batch_size", [3, 1])
 @pytest.mark.parametrize("recipe", ["snapkv(keep=1.0)", "adakv(expected_attention, keep=1.0)"])
-def test_with_everything_kept_the_harness_says_what_it_says_of_its_own_model(
+def test_with_everything_kept_it_says_what_the_harness_says(
     folder: str, tasks: Path, batch_size: int, recipe: str
 ) -> None:
     own = harness_says(folder, tasks, batch_size)
@@ -119,7 +119,7 @@ def test_with_everything_kept_the_harness_says_what_it_says_of_its_own_model(
 
 
 @pytest.mark.parametrize("max_length", [None, 17])
-def test_texts_that_are_empty_too_long_or_what_the_model_would_say(
+def test_texts_that_are_empty_or_too_long(
     folder: str, max_length: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = dict(device="cpu", batch_size=2, max_length=max_length)
@@ -201,7 +201,7 @@ def test_a_context_is_prefilled_once(folder: str, batch_size: int, after: list[t
     assert calls == [(1, len(CONTEXTS[0])), *after]
 
 
-def test_a_score_that_no_recipe_changes_is_pointed_out(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_score_that_no_recipe_changes_is_told(folder: str, caplog: pytest.LogCaptureFixture, tasks: Path) -> None:
     asked = requests("loglikelihood", (CONTEXTS[0], "A"), (CONTEXTS[0], "B"), (CONTEXTS[0], "AB"))
     scores = [
         keepset_lm(folder, f"snapkv(keep={keep}, recent=1)", device="cpu").loglikelihood(asked) for keep in (0.25, 1.0)
@@ -211,9 +211,6 @@ def test_a_score_that_no_recipe_changes_is_pointed_out(folder: str, caplog: pyte
     caplog.clear()
     keepset_lm(folder, "snapkv(keep=1.0)", device="cpu").loglikelihood(asked[2:])
     assert "one token" not in caplog.text
-
-
-def test_a_perplexity_is_refused(folder: str, tasks: Path) -> None:
     with pytest.raises(KeepsetError, match="no prompt to compress: leave out tasks"):
         evaluate(keepset_lm(folder, "snapkv(keep=0.5)", device="cpu"), tasks, "perplexity")
 

@@ -72,22 +72,6 @@ def test_one_that_stops_says_why() -> None:
     assert error.value.log[-2] == "line 99"
 
 
-def test_of_many_errors_the_first_is_why(tmp_path: Path) -> None:
-    words = [
-        "WARNING y.py: may cause `OSError: many files`.",
-        "ERROR x.py: ValueError: no memory, says [red]vLLM[/red].",
-    ]
-    words += [*("line",) * 50, "RuntimeError: see above"]
-    script = tmp_path / "server.py"
-    script.write_text(f"print({chr(10).join(words)!r}); raise SystemExit(1)")
-    expected = r"exit code 1: ValueError: no memory, says \[red\]vLLM\[/red\]\.$"
-    with (
-        pytest.raises(ServerError, match=expected),
-        ServerProcess([sys.executable, str(script)], free_port()) as server,
-    ):
-        server.wait(30)
-
-
 def test_one_that_does_not_answer_is_not_waited_for() -> None:
     with pytest.raises(ServerError, match=r"did not answer within 0\.5 s"), start("--silent") as server:
         pid = pid_of(server)

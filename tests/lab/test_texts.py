@@ -80,9 +80,7 @@ def test_chat_parts_make_the_whole_message(embedded: Embedded) -> None:
     message = [{"role": "user", "content": " A text.\n\n\nWhat?"}]
     assert context + rest == tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert context.endswith(" A text.\n") and rest.startswith("\n\nWhat?")
-
-
-def test_chat_parts_without_a_template_begin_as_the_tokenizer_does(embedded: Embedded) -> None:
+    # Without a template they begin as the tokenizer does.
     tokenizer = copy.deepcopy(embedded[1])
     tokenizer.chat_template = None
     begin = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])

@@ -79,13 +79,18 @@ def test_places_are_in_their_texts_and_no_nearer_than_they_must(lengths: list[in
         assert sum(1 + (length - size) // (2 * near) for length in lengths if length >= size) < module.PIECES
 
 
-def test_the_seed_decides_order_and_choice_among_all_texts(tokenizer: Any, essay: list[int]) -> None:
+def test_the_seed_decides_order_and_choice_among_texts_that_are_long_enough(tokenizer: Any, essay: list[int]) -> None:
     first, again, other = ([p.prompt[0].tolist() for p in of(tokenizer, essay[:3000], seed=s)] for s in (0, 0, 1))
     assert first == again != other
     sources = [str(tokenizer.decode(essay[at : at + 300])) for at in range(0, 3000, 300)]
     found = cut(tokenizer, sources, longest=None, seed=0)
     used = {text for piece in found for text in sources if tokenizer.decode(piece.continuation[0]) in text}
     assert len(found) == module.PIECES and len(used) > 5
+    with pytest.raises(KeepsetError, match="has 495 tokens, too few for 16 pieces of 256: give one of 496 tokens"):
+        of(tokenizer, essay[:495])
+    with pytest.raises(KeepsetError, match="context of 256 tokens is too short for pieces of 256 tokens"):
+        of(tokenizer, essay, longest=256)
+    assert len(of(tokenizer, essay, longest=257)) == module.PIECES
 
 
 def test_pieces_fit_the_models_context(tokenizer: Any, essay: list[int]) -> None:
@@ -95,14 +100,6 @@ def test_pieces_fit_the_models_context(tokenizer: Any, essay: list[int]) -> None
     for longest in (257, 513, 1024, 2048, 2049):
         for piece in of(tokenizer, essay, longest=longest):
             assert piece.prompt[0, 0] == 1 and piece.prompt.shape[1] + piece.continuation.shape[1] <= longest
-
-
-def test_too_little_text_and_too_short_a_context_are_refused(tokenizer: Any, essay: list[int]) -> None:
-    with pytest.raises(KeepsetError, match="has 495 tokens, too few for 16 pieces of 256: give one of 496 tokens"):
-        of(tokenizer, essay[:495])
-    with pytest.raises(KeepsetError, match="context of 256 tokens is too short for pieces of 256 tokens"):
-        of(tokenizer, essay, longest=256)
-    assert len(of(tokenizer, essay, longest=257)) == module.PIECES
 
 
 # --- figures

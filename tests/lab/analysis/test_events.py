@@ -168,9 +168,14 @@ def test_figures_are_means_over_sets() -> None:
     assert [row.entries for row in watcher.events] == [layers * heads * n for n in (60, 13, 13, 13)]
 
 
-def test_no_event_has_no_figures() -> None:
+def test_high_mass_in_short_segments_is_a_correlation_below_0_and_no_event_has_no_figures() -> None:
     _, watcher = watched(Recipe.parse("tova(keep=9, prefill=False, every=9)"), prompt(1, 7), 5)
     assert watcher.events == [] and watcher.means == {}
+    mass = torch.tensor([0.3, 0.3, 0.1, 0.05, 0.05, 0.05, 0.05, 0.04, 0.03, 0.03])
+    head = HeadSegments(mass, torch.tensor([1, 2, 5, 10]))
+    density = [0.3, 0.3, 0.2 / 3, 0.2 / 5]
+    assert head.length_by_mass() == pytest.approx(correlation([1, 1, 3, 5], density), rel=1e-5)
+    assert HeadSegments(mass, torch.tensor([5, 10])).length_by_mass() is None
 
 
 def test_a_method_without_segments_has_its_runs_of_neighbours_in_their_place() -> None:
@@ -180,14 +185,6 @@ def test_a_method_without_segments_has_its_runs_of_neighbours_in_their_place() -
     assert watcher.means["segments"] == pytest.approx(fmean(map(fmean, runs)))
     assert watcher.means["segment_length"] == pytest.approx(fmean(fmean(9 / run for run in event) for event in runs))
     assert "length_by_mass" not in watcher.means
-
-
-def test_high_mass_in_short_segments_is_a_correlation_below_0() -> None:
-    mass = torch.tensor([0.3, 0.3, 0.1, 0.05, 0.05, 0.05, 0.05, 0.04, 0.03, 0.03])
-    head = HeadSegments(mass, torch.tensor([1, 2, 5, 10]))
-    density = [0.3, 0.3, 0.2 / 3, 0.2 / 5]
-    assert head.length_by_mass() == pytest.approx(correlation([1, 1, 3, 5], density), rel=1e-5)
-    assert HeadSegments(mass, torch.tensor([5, 10])).length_by_mass() is None
 
 
 def test_segments_of_ams_are_those_that_it_kept_by() -> None:

@@ -110,7 +110,7 @@ def test_students_t(freedom: int, quantile: float) -> None:
     assert intervals._t(freedom) == pytest.approx(quantile, abs=1e-3)
 
 
-def test_columns_of_an_example_are_drawn_together() -> None:
+def test_columns_of_an_example_are_drawn_together_and_tasks_are_independent() -> None:
     values = np.random.default_rng(5).random((7, 1))
     drawn = intervals.resampled(np.hstack([values, 1 - 2 * values, np.ones_like(values)]))
     np.testing.assert_allclose(drawn[:, 1], 1 - 2 * drawn[:, 0])
@@ -119,9 +119,6 @@ def test_columns_of_an_example_are_drawn_together() -> None:
     assert drawn[:, 0].std() == pytest.approx(values.std() / math.sqrt(7), rel=0.1)
     other = intervals.resampled(values, seed=1)[:, 0]
     assert abs(np.corrcoef(drawn[:, 0], other)[0, 1]) < 0.1
-
-
-def test_the_average_of_independent_figures() -> None:
     part = Figure(0.5, 0.4, 0.7)
     assert ends(of_average([part])) == pytest.approx((0.4, 0.7))
     assert ends(of_average([part] * 4)) == pytest.approx((0.45, 0.6))

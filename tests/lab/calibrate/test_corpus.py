@@ -39,9 +39,7 @@ def draw(texts: list[str], bos: int | None = None, tokens: int = 10**6, length: 
     length=st.integers(16, 40),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_passages_are_parts_of_texts_each_once(
-    counts: list[int], bos: int | None, tokens: int, length: int, seed: int
-) -> None:
+def test_passages_are_parts_of_texts(counts: list[int], bos: int | None, tokens: int, length: int, seed: int) -> None:
     begin = 0 if bos is None else 1
     texts = [words(1000 * (n + 1), count) for n, count in enumerate(counts)]
     sizes = [min(length - begin, c - at) + begin for c in counts for at in range(0, c, length - begin)]

@@ -89,7 +89,7 @@ def test_a_seed_repeats_and_an_interrupted_run_goes_on(measured: Statistics, tmp
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_a_file_holds_what_was_fitted(measured: Statistics, tmp_path: Path) -> None:
+def test_a_file_holds_what_was_fitted(measured: Statistics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted = with_predictors(measured, tiny(MODEL), CORPUS, ["knorm"], width=3)
     save(fitted, tmp_path / "stats.safetensors")
     read = load(str(tmp_path / "stats.safetensors"))
@@ -97,16 +97,7 @@ def test_a_file_holds_what_was_fitted(measured: Statistics, tmp_path: Path) -> N
     assert read.provenance["predictors"]["teachers"] == ["knorm"]
     # Seven of eight passages, one of them by half, without the first four tokens.
     assert read.provenance["predictors"]["entries"] == 6 * 56 + 26
-
-
-def test_lengths_differ_and_most_are_whole() -> None:
-    lengths = [len(passage) for passage in distil.cut_passages(CORPUS)]
-    assert lengths == [60, 60, 60, 30, 60, 60, 60, 16], "a quarter would be fewer than 16"
-
-
-@pytest.mark.usefixtures("few_steps")
-def test_entries_do_not_grow_with_the_texts(measured: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A third of each passage, however long it is."""
+    # A third of each passage, however long it is.
     monkeypatch.setattr(distil, "ROWS", 130)  # of 390 tokens that are fitted to
     fitted = with_predictors(measured, tiny(MODEL), CORPUS, ["knorm"], width=3)
     assert fitted.provenance["predictors"]["entries"] == 6 * 19 + 9
@@ -137,6 +128,8 @@ def test_heads_that_retrieve_are_favoured(measured: Statistics) -> None:
         assert torch.equal(predictor.output, plain.predictors[index].output)
 
 
-def test_it_does_not_teach_itself() -> None:
+def test_lengths_differ_and_no_network_teaches_itself() -> None:
     with pytest.raises(KeepsetError, match="needs what it would teach"):
         distil.parse_teachers(["pool(distilled)"])
+    lengths = [len(passage) for passage in distil.cut_passages(CORPUS)]
+    assert lengths == [60, 60, 60, 30, 60, 60, 60, 16], "a quarter would be fewer than 16"

@@ -122,14 +122,11 @@ def test_only_layers_that_can_be_compressed_are_measured(name: str) -> None:
     assert list(measure(tiny(name), corpus(20)).layers) == [1, 3]
 
 
-def test_the_order_of_passages_does_not_matter() -> None:
+def test_the_order_of_passages_does_not_matter_and_provenance_says_of_what() -> None:
     one, other = measure(tiny("llama"), corpus(30, 20)), measure(tiny("llama"), corpus(20, 30))
     for a, b in zip(one.layers.values(), other.layers.values(), strict=True):
         torch.testing.assert_close(a.covariance, b.covariance)
         torch.testing.assert_close(a.direction, b.direction)
-
-
-def test_provenance_says_of_what() -> None:
     provenance = measure(tiny("llama"), corpus(30, 20)).provenance
     assert provenance["keepset"] == keepset.__version__
     assert provenance["model"]["architecture"] == "LlamaForCausalLM"

@@ -224,9 +224,7 @@ def test_a_small_budget_may_be_meant_as_a_percentage(run: Run, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("where", [(CachedPrompt, "follow"), (PromptComparer, "_measure")])
-def test_interrupt_before_the_first_row(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
-) -> None:
+def test_interrupt_before_the_first_row(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Any) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -34,13 +34,10 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return sent
 
 
-def test_sanitized_text_shows_letters_and_no_controls() -> None:
+def test_table_is_text_without_controls(terminal: io.StringIO) -> None:
     assert sanitize("Grüße,\t世界 🙂\n[red]") == "Grüße,\t世界 🙂\n[red]"
     assert sanitize(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
     assert sanitize(EVIL) == HARMLESS
-
-
-def test_table_is_text(terminal: io.StringIO) -> None:
     figures = dict(
         keep=0.5, kv_bytes=1, kv_bytes_full=2, kl=0.1, nll_delta=0.0, top1=1.0, prefill_seconds=2.0,
         prefill_seconds_full=1.0, select_seconds=0.1, decode_tokens_per_second=3.0, needle_found=False,
@@ -81,18 +78,14 @@ ALWAYS = "always keeps the newest 64"
         *((f"snapkv(keep={keep})", 700, "") for keep in (65, 0.1, 1.0)),
     ],
 )
-def test_what_always_stays_is_said(
-    tiny: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, length: int, said: str
-) -> None:
+def test_what_stays_is_said(tiny: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, length: int, said: str) -> None:
     notes = list[str]()
     monkeypatch.setattr(recipe_notes, "note", notes.append)
     recipe_notes.say_always(Recipe.parse(recipe), tiny[0], length)
     assert [note.removesuffix(" Give a larger one.") for note in notes] == ([said] if said else [])
 
 
-def test_a_terminal_is_told_at_once_that_something_is_under_way(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_is_told_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything that takes long is imported; scripts are told nothing."""
     console.unsay_starting.cache_clear()
     assert run("methods", "snapvk").err.startswith("keepset: There is no method")
@@ -128,9 +121,7 @@ def test_without_a_terminal_silence_is_broken_by_what_is_under_way(monkeypatch: 
         assert console._beating == []
 
 
-def test_statistics_that_are_measured_first_are_announced_and_timed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_statistics_that_are_measured_are_announced_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path, said = tmp_path / "statistics", list[str]()
 
     def measure() -> Path:
@@ -175,9 +166,7 @@ def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPa
     assert "\x1b" not in done.out + done.err
 
 
-def test_characters_are_streamed_whole_and_half_a_one_at_the_end_is_shown(
-    embedded: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_characters_are_streamed_whole_and_half_a_one_shown(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer, text = embedded[1], "Grüße, 世界 🙂."
     streamer = Streamer(tokenizer)
     streamer.put(tokenizer("Never shown.", return_tensors="pt")["input_ids"])

@@ -110,7 +110,7 @@ def test_a_file_is_replaced_only_by_force(run: Run, tiny: Any, text: Path) -> No
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
-def test_what_is_not_written_leaves_nothing(
+def test_what_fails_leaves_nothing(
     run: Run, tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     def half(tensors: Any, name: Path, metadata: Any) -> None:

@@ -84,9 +84,7 @@ def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> No
         assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
 
 
-def test_a_tokenizer_without_a_template_is_asked_verbatim_and_ray_that_is_not_there_is_said(
-    run: Run, stub: type[Stub], tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_template_or_ray(run: Run, stub: type[Stub], tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny[1], "chat_template", None)
     assert run("eval", "counting").code == 0
     assert Stub.asking["chat"] is False
@@ -236,9 +234,7 @@ def test_what_is_done_is_shown_without_the_model(run: Run, stub: type[Stub], mon
             run(*words, *more)
 
 
-def test_another_configuration_is_refused_before_the_model_is_loaded(
-    run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_configuration_is_refused_at_once(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("eval", "counting", "--limit", "2").code == 0
     loaded = models.load
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))

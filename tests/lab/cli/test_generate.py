@@ -79,9 +79,7 @@ def test_first_difference_is_the_one_shown_and_a_seed_repeats_a_sample(run: Run,
 
 
 @pytest.mark.parametrize(("schedule", "kept", "later"), [("every=3", 8, 3), ("prefill=False, every=4", None, 2)])
-def test_compressions_while_decoding_are_counted(
-    run: Run, tiny: Any, schedule: str, kept: int | None, later: int
-) -> None:
+def test_compressions_in_decoding_are_counted(run: Run, tiny: Any, schedule: str, kept: int | None, later: int) -> None:
     recipe = f"tova(keep=8, {schedule})"
     canonical = str(keepset.Recipe.parse(recipe))
     done = run("generate", "Go on.", "--recipe", recipe, "--output-tokens", "11")

@@ -96,16 +96,13 @@ def test_help_in_two_ways(command: str, run: Run) -> None:
     assert long.code == short.code == 0 and long.out == short.out
 
 
-def test_help_has_every_command_once_under_a_heading(run: Run) -> None:
+def test_help_has_every_command_and_lists_are_plural(run: Run) -> None:
     shown = run("--help").out
     listed = re.findall(r"^  ([a-z]+) +[A-Z]", shown.partition("Commands to begin with:")[2], flags=re.M)
     assert sorted(listed) == sorted(name for name, each in KEEPSET.commands.items() if not each.hidden)
     headings = re.findall(r"^(\S.*):$", shown, flags=re.M)
     assert headings == ["Options", *SECTIONS]
-
-
-def test_a_list_of_recipes_or_budgets_is_plural_and_a_single_one_is_not(run: Run) -> None:
-    """Every option that takes either, in every command."""
+    # Every option that takes either, in every command.
     groups = [KEEPSET]
     for group in groups:
         for command in group.commands.values():

@@ -58,9 +58,7 @@ def test_list(run: Run) -> None:
     assert text.code == 0 and all(name in text.out for name in ENTRIES)
 
 
-def test_a_table_is_stopped_gone_on_with_and_shown(
-    run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_is_stopped_resumed_and_shown(run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("reproduce", "ams-table-2", *CHEAP, "--data", data)
     path = Path("reproduced") / f"ams-table-2-{EMBEDDED}.sqlite"
     monkeypatch.setattr(runner, "Runner", Interrupted)
@@ -175,9 +173,7 @@ def test_figures_that_were_not_measured_are_counted_and_not_shown(capsys: pytest
     assert said.endswith("not measured, because of the data or the options: 3.\n")
 
 
-def test_averages_over_models_stand_beside_the_papers(
-    run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_averages_stand_beside_the_papers(run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """KVCompose's column "Avg.", once all models are there; `papers/test_figures.py` has what an average is."""
     monkeypatch.setitem(SHORT, "ruler", SHORT["ruler"][:1])
     entry = shortened(ENTRIES["kvcompose-table-3"])
@@ -216,9 +212,7 @@ def test_what_is_no_sweep(name: str, run: Run, tiny: Any) -> None:
     assert {key: row["paper"] for key, row in rows.items() if row["paper"] is not None} == paper
 
 
-def test_a_model_that_cannot_be_had_leaves_the_others(
-    run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_model_leaves_the_others(run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = replace(ENTRIES["ams-table-2"], models=("is/not-there", "tiny"))
     monkeypatch.setitem(ENTRIES, "ams-table-2", entry)
     load = models.load

@@ -76,9 +76,7 @@ def test_keys_are_handed_on_and_not_shown(
     assert became[0][-2 - len(options) : -2] == options and "--max-model-len 1024" in done.err
 
 
-def test_a_start_has_a_signing_key_of_its_own(
-    run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_has_its_own_signing_key(run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     keys = []
     for _ in range(2):
         monkeypatch.setenv(SIGNING_KEY, "")
@@ -137,9 +135,7 @@ def test_without_a_recipe_it_is_the_default(run: Run, became: list[list[str]], t
         ("snapkv(keep=1.0)", None),
     ],
 )
-def test_what_a_recipe_does_to_prompts_is_said(
-    run: Run, became: list[list[str]], recipe: str, said: str | None
-) -> None:
+def test_what_recipes_do_to_prompts_is_said(run: Run, became: list[list[str]], recipe: str, said: str | None) -> None:
     first = run("serve", "a/model", "--port", "0", "--block-size", "32", "--recipe", recipe).err.splitlines()[0]
     assert first.startswith(said) if said else " serve a/model " in first
 
@@ -151,9 +147,7 @@ def test_small_budgets_are_advised(run: Run, became: list[list[str]], monkeypatc
     assert "--block-size" not in " ".join(became[0])
 
 
-def test_a_server_computes_in_the_precision_of_its_contexts(
-    run: Run, became: list[list[str]], tiny: Any, tmp_path: Path
-) -> None:
+def test_a_server_takes_its_contexts_precision(run: Run, became: list[list[str]], tiny: Any, tmp_path: Path) -> None:
     """Unless it is told another, or its contexts do not agree."""
     folder = tmp_path / "contexts"
     folder.mkdir()
@@ -178,7 +172,6 @@ def test_a_server_computes_in_the_precision_of_its_contexts(
 @pytest.mark.parametrize(
     ("words", "because"),
     [
-        (["--recipe", "snapvk"], "did you mean 'snapkv'?"),
         (["--recipe", "snapkv"], "does not say how much to keep"),
         (["m", "--recipe", "compilerkv(tables='t', keep=90)"], "There is no file 't' with tables"),
         (["m", "--recipe", "qfilter(stats='absent', keep=9)"], "There is no file 'absent' with statistics"),
@@ -204,9 +197,7 @@ def test_a_port_that_is_taken(run: Run, became: list[list[str]]) -> None:
     assert (done.code, became) == (2, []) and f"--port {port} of 127.0.0.1 is not available" in done.err
 
 
-def test_a_model_that_memory_has_no_room_for(
-    run: Run, became: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_too_large(run: Run, became: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     (tmp_path / "embedded" / "model.safetensors").write_bytes(b"x" * 1001)

@@ -175,12 +175,19 @@ def test_only_its_own_page_is_served(server: PlaygroundServer) -> None:
     assert post(server, {**WISH, "text": ""}, Host=f"localhost:{server.port}", Origin=f"http://{here}")[0] == 200
 
 
-def test_one_run_at_a_time(server: PlaygroundServer) -> None:
+def test_one_run_at_a_time_of_a_page_that_holds_text_only_in_its_data_block(server: PlaygroundServer) -> None:
     with server.busy:
         status, text = post(server, WISH)
     assert status == 409 and "Another run is in progress" in text
     for _ in range(2):
         assert "There is no text" in events(server, text="")[-1]["error"]
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=60)
+    connection.request("GET", "/")
+    answer = connection.getresponse()
+    page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
+    block = page.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(block)["model"] == EVIL and "pwned" not in page.replace(block, "")
+    assert "default-src 'none'" in policy and "unsafe" not in policy.partition("script-src")[2].partition(";")[0]
 
 
 def test_a_run_ends_before_its_server_has_closed() -> None:
@@ -213,19 +220,7 @@ def test_a_run_ends_before_its_server_has_closed() -> None:
         thread.join()
 
 
-def test_the_page_holds_text_only_in_its_data_block(server: PlaygroundServer) -> None:
-    connection = http.client.HTTPConnection(HOST, server.port, timeout=60)
-    connection.request("GET", "/")
-    answer = connection.getresponse()
-    page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
-    block = page.partition('id="data">')[2].partition("</script>")[0]
-    assert json.loads(block)["model"] == EVIL and "pwned" not in page.replace(block, "")
-    assert "default-src 'none'" in policy and "unsafe" not in policy.partition("script-src")[2].partition(";")[0]
-
-
-def test_the_playground_offers_the_recipes_of_compare_on_a_port_that_is_free(
-    run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_offers_the_recipes_of_compare_on_a_free_port(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         taken.listen()

@@ -115,12 +115,16 @@ def test_figures_are_those_of_one_token_at_a_time(text: str, expected: Naive, mo
     assert row.figures["keep"] == pytest.approx(float(kept.float().mean()))
 
 
-def test_the_full_cache(expected: Naive) -> None:
+def test_the_full_cache_and_one_token(expected: Naive) -> None:
     figures = comparer().comparison.full
     assert figures["kv_bytes"] == round(fmean(expected.nbytes)) and figures["kv_bytes_peak"] == max(expected.nbytes)
     nll = [-step[token] for step, token in zip(expected.steps, IDS[0, BEFORE + 1 :].tolist(), strict=False)]
     assert figures["nll"] == pytest.approx(fmean(nll), abs=1e-5)
     assert figures["prefill_seconds"] > 0 and figures["decode_tokens_per_second"] > 0
+    recipes = keepset.Recipe.parse_list("tova(keep=9, every=4), tova(keep=9, every=1, prefill=False)")
+    early, late = comparer(after=1).run(grid(recipes, []))
+    assert early.figures["kl"] > 0 and early.figures["nll_delta"] == 0.0 and early.error is None
+    assert not late.figures and "compresses nothing before the last of 1 tokens" in str(late.error)
 
 
 @pytest.mark.few(2)
@@ -133,13 +137,6 @@ def test_what_holds_everything_differs_in_nothing(architecture: str, method: str
     assert row.error is None and row.figures["keep"] == 1.0 and row.figures["top1"] == 1.0
     assert abs(row.figures["kl"]) < 1e-6 and abs(row.figures["nll_delta"]) < 1e-5
     assert row.curves["kl_drift"] == pytest.approx([0.0], abs=1e-6)
-
-
-def test_one_token_is_enough_and_none_after_an_event_is_an_error() -> None:
-    recipes = keepset.Recipe.parse_list("tova(keep=9, every=4), tova(keep=9, every=1, prefill=False)")
-    early, late = comparer(after=1).run(grid(recipes, []))
-    assert early.figures["kl"] > 0 and early.figures["nll_delta"] == 0.0 and early.error is None
-    assert not late.figures and "compresses nothing before the last of 1 tokens" in str(late.error)
 
 
 def test_what_fails_is_a_row_and_the_others_go_on() -> None:

@@ -110,9 +110,7 @@ def mean_nll(steps: list[list[float]]) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize("text", EVERY, ids=str)
-def test_figures_are_those_of_a_run_of_its_own(
-    text: keepset.Recipe, measured: dict[str, tuple[Record, Tensor]]
-) -> None:
+def test_figures_are_of_a_run_of_its_own(text: keepset.Recipe, measured: dict[str, tuple[Record, Tensor]]) -> None:
     row, kept = measured[str(text)]
     model = tiny("llama")
     expected = reference()
@@ -137,12 +135,18 @@ def test_figures_are_those_of_a_run_of_its_own(
     assert row.error is None and not row.replies and "needle_found" not in row.figures
 
 
-def test_figures_of_the_full_cache() -> None:
+def test_figures_of_the_full_cache_and_seconds_of_what_a_recipe_needs() -> None:
     comparison = comparer([]).comparison
     assert comparison.full["nll"] == pytest.approx(mean_nll(reference()), abs=1e-5)
     assert comparison.full["kv_bytes"] == LENGTH * 2 * 2 * 2 * 16 * 4
     assert (comparison.tokens, comparison.continuation_tokens) == (LENGTH, AFTER)
     assert comparison.rows == [] and not comparison.failed
+    texts = ["knorm(keep=15)", "tova(keep=15)", "h2o(keep=15)", "expected_attention(future=16, keep=15)"]
+    recipes = [keepset.Recipe.parse(text) for text in texts]
+    for row in comparer(recipes).run(grid(recipes, [])):
+        own = row.figures["prefill_seconds"] - row.figures["prefill_seconds_full"]
+        assert row.figures["prefill_seconds_full"] > 0 and 0 < row.figures["select_seconds"] <= own + 1e-9
+        assert (own - row.figures["select_seconds"] < 1e-9) == row.recipe.startswith("knorm")
 
 
 @pytest.mark.parametrize(
@@ -155,15 +159,6 @@ def test_keeping_all_costs_nothing(architecture: str) -> None:
         assert row.figures["keep"] == 1.0 and (rounded or row.figures["top1"] == 1)
         assert abs(row.figures["kl"]) < (1e-3 if rounded else 1e-6)
         assert abs(row.figures["nll_delta"]) < (1e-2 if rounded else 1e-5)
-
-
-def test_seconds_are_those_of_what_a_recipe_needs() -> None:
-    texts = ["knorm(keep=15)", "tova(keep=15)", "h2o(keep=15)", "expected_attention(future=16, keep=15)"]
-    recipes = [keepset.Recipe.parse(text) for text in texts]
-    for row in comparer(recipes).run(grid(recipes, [])):
-        own = row.figures["prefill_seconds"] - row.figures["prefill_seconds_full"]
-        assert row.figures["prefill_seconds_full"] > 0 and 0 < row.figures["select_seconds"] <= own + 1e-9
-        assert (own - row.figures["select_seconds"] < 1e-9) == row.recipe.startswith("knorm")
 
 
 # --- the question
@@ -259,7 +254,14 @@ def test_the_nearest_is_named_and_overlapping_intervals_are_a_tie() -> None:
     assert "with 24% of a full 16-bit cache's bytes, a is nearest" in conclusion(compared(greedy))
 
 
-def test_all_that_answer_are_named_under_the_smallest_budget_that_answers() -> None:
+def test_all_that_answer_are_named_and_nothing_is_concluded_from_a_short_text() -> None:
+    rows = told("a", 0.1), told("b", 0.9)
+    assert conclusion(compared(*rows, tokens=41)) == (
+        f"Nothing can be concluded from a text of 41 tokens: give one of at least {LEAST_TOKENS}."
+    )
+    assert "a is nearest" in conclusion(compared(*rows, tokens=LEAST_TOKENS))
+    decoded = replace(compared(*rows, tokens=200), drift_tokens=256)
+    assert "a is nearest" in conclusion(decoded)  # what was decoded is part of the text
     larger = [told("a", 0.1, budget=0.25, found=True), told("b", 0.2, budget=0.25, found=True)]
     smaller = [told(name, 0.1 + at, found=name in "bc") for at, name in enumerate("abcdefg")]
     said = conclusion(compared(*larger, *smaller, needle_found=True))
@@ -269,16 +271,6 @@ def test_all_that_answer_are_named_under_the_smallest_budget_that_answers() -> N
     )
     none = [replace(each, figures={**each.figures, "needle_found": False}) for each in smaller]
     assert conclusion(compared(*none, needle_found=True)).startswith("Under none of these budgets")
-
-
-def test_nothing_is_concluded_from_a_short_text() -> None:
-    rows = told("a", 0.1), told("b", 0.9)
-    assert conclusion(compared(*rows, tokens=41)) == (
-        f"Nothing can be concluded from a text of 41 tokens: give one of at least {LEAST_TOKENS}."
-    )
-    assert "a is nearest" in conclusion(compared(*rows, tokens=LEAST_TOKENS))
-    decoded = replace(compared(*rows, tokens=200), drift_tokens=256)
-    assert "a is nearest" in conclusion(decoded)  # what was decoded is part of the text
 
 
 def test_intervals_are_of_the_mean_over_the_tokens() -> None:

@@ -35,9 +35,7 @@ def refusal(tokenizer: Any, text: str, **options: Any) -> str:
 @pytest.mark.few(4)
 @pytest.mark.parametrize("tokens", [64, 200, 1024, 4096])
 @pytest.mark.parametrize("needle", [None, NEEDLE, OWN], ids=["none", "hidden", "own"])
-def test_prompt_is_as_long_as_asked_and_the_continuation_follows(
-    tokenizer: Any, tokens: int, needle: Needle | None
-) -> None:
+def test_prompt_is_as_long_as_asked_and_continued(tokenizer: Any, tokens: int, needle: Needle | None) -> None:
     text = ESSAY
     task = make_text_task(tokenizer, text, tokens=tokens, continuation=32, needle=needle)
     assert abs(task.prompt.shape[1] - tokens) <= 3

@@ -137,7 +137,7 @@ def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -
     assert torch.equal(tables.weights, random_tables().weights)
 
 
-def test_thin_bins_are_named_and_full_ones_are_not() -> None:
+def test_thin_bins_are_named_weights_and_thresholds_counted() -> None:
     counts = torch.full((20, 4), 2)
     full = dataclasses.replace(random_tables(), counts=counts.clone())
     assert len(coverage(full)) == 5
@@ -147,9 +147,6 @@ def test_thin_bins_are_named_and_full_ones_are_not() -> None:
     assert named.startswith("25 of 80 bins have fewer than 2 contexts")
     assert named.endswith("(perplexity: entropy): 0: 3-5, 19; 2: 0-19; 3: 0")
     assert [int(x) for x in lines[1].partition(":")[2].split()] == counts[:, 0].tolist()
-
-
-def test_weights_and_thresholds_are_counted_and_the_most_trusted_heads_named() -> None:
     tables = random_tables()
     tables.weights.fill_(1.0)
     tables.weights[0, 2, 3] = tables.weights[1, 0, 1] = 2.0

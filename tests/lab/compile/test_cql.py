@@ -64,6 +64,11 @@ def test_one_reward_teaches_every_decision_its_share() -> None:
     true, logged = joint(0, 800, 20, 3)
     q, _ = learn(logged, alone(20), 3, alpha=0.1, decay=0.0)
     assert torch.equal(best(q), true.argmax(1))
+    # The second state was never seen; what it shares with the first speaks for it.
+    logged = Logged(torch.zeros(60, 1, dtype=torch.long), torch.arange(60)[:, None] % 3, torch.arange(60) % 3 - 1.0)
+    shared = torch.tensor([[0, 1], [0, 2]])
+    q, _ = learn(logged, shared, 3, alpha=0.0, decay=0.01)
+    assert best(q).tolist() == [2, 2]
 
 
 @pytest.mark.full
@@ -92,14 +97,6 @@ def test_no_other_values_are_better_by_the_formula(seed: int, alpha: float, deca
         other = [row[:] for row in learned]
         other[d][a] += step
         assert objective(other) > least
-
-
-def test_states_that_share_a_feature_learn_from_one_another() -> None:
-    """The second state was never seen; what it shares with the first speaks for it."""
-    logged = Logged(torch.zeros(60, 1, dtype=torch.long), torch.arange(60)[:, None] % 3, torch.arange(60) % 3 - 1.0)
-    shared = torch.tensor([[0, 1], [0, 2]])
-    q, _ = learn(logged, shared, 3, alpha=0.0, decay=0.01)
-    assert best(q).tolist() == [2, 2]
 
 
 @pytest.mark.full

@@ -54,7 +54,7 @@ def figure(rows: list[MeasuredFigure], *place: object) -> float:
     return row.figure.value
 
 
-def test_scores_costs_and_their_means_over_tasks(scores: dict[tuple[str, str, float], list[float]]) -> None:
+def test_scores_costs_their_means_over_tasks_and_differences(scores: dict[tuple[str, str, float], list[float]]) -> None:
     rows = figures_of(SWEEP, cells(scores), {})
     for (task, method, kept), values in scores.items():
         keep = None if kept == 1.0 else kept
@@ -64,6 +64,12 @@ def test_scores_costs_and_their_means_over_tasks(scores: dict[tuple[str, str, fl
         assert figure(rows, "ruler, agnostic", method, keep, SCORE) == pytest.approx(both)
     averages = [row for row in rows if row.key.task == "ruler, agnostic" and row.key.metric == SCORE]
     assert len(averages) == 7 and all(row.examples == 6 and row.failed == 0 for row in averages)
+    rows = figures_of(replace(SWEEP, differences={"Δ": ("TOVA", "Snap")}), cells(scores), {})
+    for task in TASKS:
+        for keep in SWEEP.keeps:
+            gain = fmean(scores[task, "TOVA", keep]) - fmean(scores[task, "Snap", keep])
+            assert figure(rows, f"{task}, agnostic", "Δ", keep, SCORE) == pytest.approx(gain)
+            assert figure(rows, f"{task}, agnostic", "Δ", keep, "tokens") == pytest.approx(10 * gain)
 
 
 def test_areas_and_what_can_go(scores: dict[tuple[str, str, float], list[float]]) -> None:
@@ -113,15 +119,6 @@ def test_parts_by_a_fact_seconds_and_what_is_not_known() -> None:
     assert len(rows) == 6
     unsplit = figures_of(sweep, [replace(each, facts={}) for each in made], {})
     assert {row.key.task for row in unsplit} == {"math500"}
-
-
-def test_differences_of_two_methods(scores: dict[tuple[str, str, float], list[float]]) -> None:
-    rows = figures_of(replace(SWEEP, differences={"Δ": ("TOVA", "Snap")}), cells(scores), {})
-    for task in TASKS:
-        for keep in SWEEP.keeps:
-            gain = fmean(scores[task, "TOVA", keep]) - fmean(scores[task, "Snap", keep])
-            assert figure(rows, f"{task}, agnostic", "Δ", keep, SCORE) == pytest.approx(gain)
-            assert figure(rows, f"{task}, agnostic", "Δ", keep, "tokens") == pytest.approx(10 * gain)
 
 
 def test_examples_that_one_method_solves_and_another_misses() -> None:

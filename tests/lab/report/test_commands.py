@@ -116,14 +116,6 @@ def test_results_have_maps_of_needles_and_say_what_they_are_compared_with() -> N
     assert nothing["sections"] == [] and "No recipe has a score" in nothing["conclusion"]
 
 
-def test_latencies_are_medians() -> None:
-    made = table([latency_row(FULL, 10, None), latency_row(FULL, 20, None), latency_row(EVIL, 10, None, EVIL)])
-    first, second, failed = made.lines
-    assert [text for text, _ in first.cells] == ["2.00 s", "2.0", "4.00 s", "4.0", ""] and second.short == FULL
-    assert (first.heading, second.heading) == ("10 tokens of prompt", "20 tokens of prompt")
-    assert (failed.name, failed.error) == (f"{EVIL}, 10 tokens", EVIL)
-
-
 def timed(recipe: str, *speeds: float, tokens: int = 20, nbytes: int = 10**6) -> dict[str, Any]:
     """A row of rounds that make so many of their 4 tokens in a second, after 1.1 seconds (the full cache: 1)."""
     row, first = latency_row(recipe, tokens), 1.0 if recipe == FULL else 1.1
@@ -143,12 +135,14 @@ def test_latencies_conclude_with_the_fastest_after_the_longest_prompt() -> None:
         "After 20 tokens tova(keep=0.25) makes 1.50 (1.40..1.60) times the full cache's tokens a second"
     )
     assert "25% of its bytes" in said and "1.10 (1.10..1.10) times as long" in said
-
-
-def test_latencies_that_overlap_are_a_tie_and_two_rounds_say_nothing() -> None:
     tie = concluded(timed("a", 3.0, 3.1, 3.2, nbytes=2 * 10**6), timed("b", 2.0, 2.9, 3.0), timed("c", 1.0, 1.0, 1.0))
     assert tie.startswith("After 20 tokens b, a tie with a, makes 1.45 (1.00..1.50) times")
     assert tie.endswith("Ranges are over 3 rounds; one that holds 1 is a tie.")
     two = concluded(timed("a", 3.0, 3.1), rounds=2)
     assert two == "Nothing can be concluded from 2 of the 3 rounds that a comparison needs."
     assert concluded(timed("a", 3.0, 3.1)) == ""  # interrupted in its last round
+    made = table([latency_row(FULL, 10, None), latency_row(FULL, 20, None), latency_row(EVIL, 10, None, EVIL)])
+    first, second, failed = made.lines
+    assert [text for text, _ in first.cells] == ["2.00 s", "2.0", "4.00 s", "4.0", ""] and second.short == FULL
+    assert (first.heading, second.heading) == ("10 tokens of prompt", "20 tokens of prompt")
+    assert (failed.name, failed.error) == (f"{EVIL}, 10 tokens", EVIL)

@@ -106,7 +106,7 @@ def test_what_a_dead_worker_left_is_made_again(tmp_path: Path) -> None:
     assert (tmp_path / "lives").read_text() == ""
 
 
-def test_of_tasks_that_decode_a_worker_is_given_several_examples_under_one_recipe(tmp_path: Path) -> None:
+def test_a_worker_has_several_examples_and_deaths_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Store.begin(tmp_path / "parcels.sqlite", "model", CONFIGURATION) as store:
         parcels = list(ray_sweep._parcels(groups_of(DECODED, store)))
     assert [len(parcel) for parcel in parcels] == [8, 4] * 3
@@ -114,8 +114,6 @@ def test_of_tasks_that_decode_a_worker_is_given_several_examples_under_one_recip
         {candidate.text} for candidate in DECODED.candidates["counting@8"] for _ in range(2)
     ]
 
-
-def test_what_workers_die_of_again_and_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(reference: Any) -> Any:
         raise reference
 

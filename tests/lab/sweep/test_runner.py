@@ -238,9 +238,7 @@ def few_alone() -> list[Record]:
 
 
 @pytest.mark.parametrize("free", [0, *(pytest.param(free, marks=full_tier) for free in (30, None))])
-def test_as_many_go_side_by_side_as_memory_takes(
-    monkeypatch: pytest.MonkeyPatch, free: int | None, few_alone: list[Record]
-) -> None:
+def test_batches_fit_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, few_alone: list[Record]) -> None:
     model, full = tiny("llama"), 2 * 2 * (2 * 16 * 4 + 4) * (len(CONTEXT) + 9)
     monkeypatch.setattr("keepset.lab.memory.available", lambda device: None if free is None else free * full)
     with watched(model) as calls:
@@ -271,9 +269,7 @@ def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exc
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("starts", [3, 1, 4])
-def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch, starts: int, expected: list[Record]
-) -> None:
+def test_what_has_no_room_waits(monkeypatch: pytest.MonkeyPatch, starts: int, expected: list[Record]) -> None:
     original, calls = keepset.Cache.from_prompt.__func__, []  # type: ignore[attr-defined]
 
     def from_prompt(cls: Any, *args: Any) -> Any:

@@ -91,9 +91,7 @@ def test_cells_come_in_the_order_of_examples_and_recipes_however_they_were_writt
         assert [(each.example, each.recipe) for each in opened.cells()] == order
 
 
-def test_cells_mean_what_they_meant_when_a_default_or_a_name_has_changed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_keep_their_meaning_when_a_default_or_a_name_changes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = "adakv(echo(stride=4), keep=0.5)"  # which is not what prompt_queries is called where it was written
     renamed = make_dataclass("Echo", [], bases=(PromptQueries,), namespace={"name": "echo"}, frozen=True)
     with monkeypatch.context() as then:
@@ -189,13 +187,20 @@ def test_another_configuration_is_refused(path: Path, change: dict[str, Any], sa
         assert said in refusal(opened.check, change)
 
 
-def test_other_examples_are_refused(path: Path) -> None:
+def test_other_examples_and_files_of_other_versions_are_refused(path: Path) -> None:
     put(path, cell())
     with begin(path) as opened:
         opened.register("gsm8k", 0, ["a"], "digest")
         opened.register("gsm8k", 1, ["b"], "another")
         said = refusal(opened.register, "gsm8k", 0, ["a"], "another")
         assert "gsm8k's examples with seed 0 differ from those in" in said
+    put(path, cell())
+    for version in (1, 3, 7):
+        with sqlite3.connect(path) as database:
+            database.execute(f"PRAGMA user_version = {version}")
+        database.close()
+        said = f"is of another version of keepset (format {version}, this one's is 4)"
+        assert said in refusal(begin, path) and said in refusal(Store.open, path)
 
 
 @pytest.mark.parametrize("left", ["nothing", "a database without tables"])
@@ -240,16 +245,6 @@ def test_a_cell_that_is_none_is_refused(path: Path, text: str) -> None:
     with begin(path) as opened:
         opened._database.execute("UPDATE cells SET cell = ?", [text])
         assert NO_SWEEP in refusal(opened.cells)
-
-
-def test_files_of_other_versions_are_refused(path: Path) -> None:
-    put(path, cell())
-    for version in (1, 3, 7):
-        with sqlite3.connect(path) as database:
-            database.execute(f"PRAGMA user_version = {version}")
-        database.close()
-        said = f"is of another version of keepset (format {version}, this one's is 4)"
-        assert said in refusal(begin, path) and said in refusal(Store.open, path)
 
 
 def test_a_full_disk_or_a_file_that_cannot_be_written_is_said_and_what_is_there_is_kept(path: Path) -> None:

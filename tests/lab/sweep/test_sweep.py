@@ -115,9 +115,7 @@ def test_of_tasks_that_decode_a_recipe_comes_to_all_examples_before_the_next(pat
     "error",
     [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you...")],
 )
-def test_where_memory_is_not_enough_the_others_are_made_and_the_next_run_tries_again(
-    path: Path, notes: Path, error: Exception
-) -> None:
+def test_where_memory_is_not_enough_the_next_run_tries_again(path: Path, notes: Path, error: Exception) -> None:
     def note(runner: Scripted, record: Record) -> None:
         if record.example == "1" and record.recipe == RECIPES[1]:
             raise error

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,9 +21,7 @@ JSON = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st
 
 @examples(100)
 @given(items=st.lists(JSON, min_size=1, max_size=4), ascii_only=st.booleans())
-def test_what_was_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, items: list[object], ascii_only: bool
-) -> None:
+def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, items: list[Any], ascii_only: bool) -> None:
     folder = tmp_path_factory.mktemp("data")
     lines = [json.dumps(item, ensure_ascii=ascii_only) for item in items]
     folder.joinpath("a.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
@@ -101,9 +100,7 @@ def offline() -> list[bool]:
     return [constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE]
 
 
-def test_a_hub_that_answers_is_asked_and_one_that_does_not_is_not_waited_for(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_does_not_answer_is_not_waited_for(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with loading("a"):
         assert offline() == [True, True]
     assert offline() == [False, False]
@@ -121,19 +118,19 @@ def test_data_that_cannot_be_had_are_one_sentence(address: str) -> None:
     assert str(caught.value).endswith("or give a folder with gsm8k.jsonl as data.") and "\n" not in str(caught.value)
 
 
+MISSING = "a needs a package that is missing (No module named {!r}): "
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "error, sentence",
     [
         (ValueError("First. Second.\nThird."), "a cannot be loaded (First): check"),
         (RuntimeError(), "a cannot be loaded (RuntimeError): check"),
-        (
-            ModuleNotFoundError("No module named 'x'", name="x"),
-            "a needs a package that is missing (No module named 'x'): install it.",
-        ),
+        (ModuleNotFoundError("No module named 'x'", name="x"), MISSING.format("x") + "install it."),
         (
             ModuleNotFoundError("No module named 'langdetect'", name="langdetect.detector"),
-            "a needs a package that is missing (No module named 'langdetect'): run `pip install \"lm-eval[ifeval]\"`.",
+            MISSING.format("langdetect") + 'run `pip install "lm-eval[ifeval]"`.',
         ),
         (KeepsetError("Our own."), "Our own."),
     ],

@@ -72,9 +72,7 @@ def test_an_unknown_name_is_one_sentence_with_the_nearest(name: str, sentence: s
         find([], TaskSettings())
 
 
-def test_without_the_harness_it_is_said_where_other_tasks_are_and_settings_out_of_range_are_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_the_harness_and_settings_out_of_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(KeepsetError) as caught:
         find(["hellaswag"], TaskSettings())

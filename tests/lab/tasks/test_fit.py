@@ -20,9 +20,7 @@ def example(text: str) -> Example:
     space=st.integers(1, 400),
     guess=st.one_of(st.none(), st.integers(-3, 100)),
 )
-def test_the_size_that_is_found_fills_the_room(
-    each: list[int], start: int, smallest: int, space: int, guess: int | None
-) -> None:
+def test_the_size_fills_the_room(each: list[int], start: int, smallest: int, space: int, guess: int | None) -> None:
     tried = []
 
     def make(size: int) -> Example:

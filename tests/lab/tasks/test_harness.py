@@ -222,16 +222,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     harness._manager.cache_clear()
 
 
-def test_groups_and_tags_stand_for_their_tasks_and_each_comes_once(folder: Path) -> None:
+def test_groups_and_tags_stand_for_their_tasks_and_a_program_takes_no_data_from_a_folder(folder: Path) -> None:
     for names, found in [
         (["all"], ["write", "choose", "prefixed"]),
         (["some"], ["choose", "write"]),
         (["predict", "some", "write", "all", "predict"], ["predict", "choose", "write", "prefixed"]),
     ]:
         assert [task.name for task in find(names, TaskSettings())] == found
+    folder.parent.joinpath("harness", "own.py").write_text("class Own: ...", encoding="utf-8")
+    folder.parent.joinpath("harness", "own.yaml").write_text("task: own\nclass: !function own.Own\n", encoding="utf-8")
+    write_items(folder / "own.jsonl", *ITEMS)
+    with pytest.raises(KeepsetError, match=r"own is a program .*: take own\.jsonl out of the folder"):
+        find(["own"], TaskSettings(data=folder))
 
 
-def test_items_come_from_a_folder_and_an_item_is_never_its_own_example(folder: Path) -> None:
+def test_items_and_examples_come_from_a_folder_and_an_item_is_never_its_own_example(folder: Path) -> None:
     items = [{"passage": f"P{n}", "question": f"20{n}0-01-01", "answer": f"A{n}", "extra": n} for n in range(4)]
     write_items(folder / "write.jsonl", *items)
     write_items(folder / "unknown.jsonl", {})
@@ -242,9 +247,6 @@ def test_items_come_from_a_folder_and_an_item_is_never_its_own_example(folder: P
         assert len(shown) == 2 and n not in shown
     [other] = examples_of(make_task("choose", folder), limit=1)
     assert other.context.endswith(ITEMS[0]["passage"].rstrip())
-
-
-def test_examples_come_from_the_folder_s_file_of_their_split(folder: Path) -> None:
     write_items(folder / "prefixed.jsonl", *ITEMS[:1])
     write_items(folder / "prefixed.train.jsonl", *SHOTS[2:4])
     [grouped] = [task for task in find(["all"], TaskSettings(data=folder)) if task.name == "prefixed"]
@@ -270,14 +272,6 @@ def test_bad_data_are_one_sentence(folder: Path, items: list[dict[str, Any]], se
     assert make_task("write", folder).name == "write"
 
 
-def test_a_task_that_is_a_program_takes_no_data_from_a_folder(folder: Path) -> None:
-    folder.parent.joinpath("harness", "own.py").write_text("class Own: ...", encoding="utf-8")
-    folder.parent.joinpath("harness", "own.yaml").write_text("task: own\nclass: !function own.Own\n", encoding="utf-8")
-    write_items(folder / "own.jsonl", *ITEMS)
-    with pytest.raises(KeepsetError, match=r"own is a program .*: take own\.jsonl out of the folder"):
-        find(["own"], TaskSettings(data=folder))
-
-
 @pytest.mark.parametrize(
     "changes, sentence",
     [
@@ -294,9 +288,7 @@ def test_a_task_that_is_a_program_takes_no_data_from_a_folder(folder: Path) -> N
         ),
     ],
 )
-def test_other_kinds_of_tasks_are_refused_in_one_sentence(
-    tmp_path: Path, changes: dict[str, Any], sentence: str
-) -> None:
+def test_other_kinds_of_tasks_are_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(KeepsetError, match=sentence):
         find([define(tmp_path, "write", **changes)], TaskSettings())
 

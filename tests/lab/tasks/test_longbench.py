@@ -46,9 +46,7 @@ def test_a_package_that_is_missing(tokenizer: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", TASKS)
-def test_prompts_and_scores_are_the_harness_own(
-    name: str, manager: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_and_scores_agree(name: str, manager: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     documents = [{**record, "question": record["input"]} for record in records(name)]
@@ -220,8 +218,6 @@ def test_an_answer_is_found_as_the_authors_find_it(reply: str, right: bool) -> N
         ({**RECORD, "choice_D": None}, "longbench2_multi", "line 1, lacks the field 'choice_D'"),
     ],
 )
-def test_files_that_are_something_else_are_refused(
-    tmp_path: Path, record: dict[str, Any], name: str, sentence: str
-) -> None:
+def test_other_files_are_refused(tmp_path: Path, record: dict[str, Any], name: str, sentence: str) -> None:
     with pytest.raises(KeepsetError, match=sentence):
         examples(tmp_path, record, name=name)

@@ -38,9 +38,7 @@ def examples(folder: Path, name: str, *items: dict[str, Any], limit: int | None 
         ("aime25", {"prompt": "Find it", "answer": 70}, "Find it", "70"),
     ],
 )
-def test_data_in_the_forms_that_there_are(
-    tmp_path: Path, name: str, item: dict[str, Any], prompt: str, gold: str
-) -> None:
+def test_data_in_all_their_forms(tmp_path: Path, name: str, item: dict[str, Any], prompt: str, gold: str) -> None:
     [example] = examples(tmp_path, name, item)
     [question] = example.questions
     assert (example.id, example.context, question.text, question.prefix, question.choices) == ("0", "", prompt, "", ())
@@ -110,7 +108,7 @@ def test_answers_by_hand(gold: str, reply: str, right: float) -> None:
 
 
 @pytest.mark.full
-def test_after_an_answer_that_takes_too_long_or_a_judge_that_was_killed_the_next_is_judged(
+def test_after_a_slow_answer_or_a_killed_judge_the_next_is_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reasoning.start()

@@ -116,9 +116,7 @@ def test_hay(name: str, hay: str, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NEEDLES)
-def test_needles_need_no_harness_and_nothing_that_it_downloads(
-    name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_needles_need_no_harness_and_no_download(name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("lm_eval", "nltk", "datasets"):
         monkeypatch.setitem(sys.modules, package, None)
     assert len(task(name, 700).examples(tokenizer, limit=1)) == 1
@@ -300,7 +298,7 @@ def test_damaged_documents(name: str, text: str, tmp_path: Path, tokenizer: Any)
         ("ruler_vt", "lm_eval.tasks.ruler.vt_utils", r"keepset\[eval\]"),
     ],
 )
-def test_a_package_that_is_missing(
+def test_a_missing_package(
     name: str, package: str, extra: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -311,9 +309,7 @@ def test_a_package_that_is_missing(
 
 
 @pytest.mark.parametrize("name", ["squad", "hotpot"])
-def test_no_documents_and_no_network(
-    name: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_documents_no_network(name: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import requests
     from lm_eval.tasks.ruler import qa_utils
 
@@ -356,9 +352,7 @@ OWN = {  # by our name and theirs: context, question and prefix
 
 @pytest.mark.parametrize(("name", "theirs"), OWN)
 @pytest.mark.parametrize("apart", [False, True])
-def test_what_the_authors_program_wrote_is_cut_before_question_and_answer(
-    name: str, theirs: str, apart: bool, tmp_path: Path
-) -> None:
+def test_the_authors_files_are_cut_before_the_question(name: str, theirs: str, apart: bool, tmp_path: Path) -> None:
     context, question, prefix = OWN[name, theirs]
     whole = {"index": 0, "input": context + question + prefix, "outputs": ["1", "2"], "length": 64}
     if apart:
