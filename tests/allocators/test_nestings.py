@@ -88,6 +88,7 @@ def test_what_goes_together_is_parsed(text: str) -> None:
     [
         ("kvcompose", "layer-ragged", 0, 0, True),
         ("kvcompose(structured=False)", "head-ragged", 0, 0, True),
+        ("duo_attention", "head-ragged", 16, 64, False),  # as its gates were measured
         ("pool(snapkv)", "head-ragged", 0, 64, True),
         ("match(snapkv)", "dense", 0, 64, False),
         ("match(reread)", "head-ragged", 4, 8, True),
