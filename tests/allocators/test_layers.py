@@ -15,16 +15,7 @@ from torch import Tensor
 
 from keepset import Budget, Method, Observation
 from keepset.allocators.heads import AdaKV, CriticalKV
-from keepset.allocators.layers import (
-    Dynamic,
-    LayerAllocator,
-    Pyramid,
-    ZigZag,
-    divide,
-    padded,
-    pooled_counts,
-    total_entries,
-)
+from keepset.allocators.layers import Dynamic, LayerAllocator, Pyramid, ZigZag, divide, pooled_counts, total_entries
 from keepset.kernels.softmax import Softmax
 from keepset.methods.keys import Knorm
 from keepset.methods.window import SnapKV
@@ -159,12 +150,6 @@ def test_all_heads_of_all_layers_share_one_number(keep: int | float | None, held
             assert total == (existing if keep is None else min(keep * heads * len(held), existing))
 
 
-def test_rankings_of_layers_are_padded_with_nothing() -> None:
-    short, long = torch.zeros(1, 2, 3), torch.ones(1, 2, 5)
-    first, second = padded([short, long])
-    assert torch.equal(first[..., :3], short) and first[..., 3:].isneginf().all() and torch.equal(second, long)
-
-
 # --- allocators that divide by what layers hold
 
 
@@ -216,14 +201,13 @@ def schedule(length: int, keep: int, always: int, layers: int, beta: Fraction) -
     keep=st.integers(1, 60),
     layers=st.integers(1, 9),
     beta=st.sampled_from([1, 2, 3, 20, 1000]),
-    sinks=st.integers(0, 3),
-    recent=st.integers(0, 5),
+    always=st.tuples(st.integers(0, 3), st.integers(0, 5)),
 )
-def test_matches_the_linear_schedule(length: int, keep: int, layers: int, beta: int, sinks: int, recent: int) -> None:
-    keep, observations = max(keep, sinks + recent), model(Shape((length,), 2, 1, 1, 1), layers)
-    got = counts(Pyramid(Knorm(), beta=beta), observations, Budget(keep, sinks, recent))
+def test_matches_the_linear_schedule(length: int, keep: int, layers: int, beta: int, always: tuple[int, int]) -> None:
+    keep, observations = max(keep, sum(always)), model(Shape((length,), 2, 1, 1, 1), layers)
+    got = counts(Pyramid(Knorm(), beta=beta), observations, Budget(keep, *always))
     keep = min(keep, length)
-    ideal = schedule(length, keep, sinks + recent, layers, Fraction(beta))
+    ideal = schedule(length, keep, sum(always), layers, Fraction(beta))
     assert sum(got) == layers * keep == sum(ideal)
     assert all(0 <= count <= length for count in got)
     # Sums over the first layers are rounded down; 1e-6 may lift one that is a hair below a whole number.

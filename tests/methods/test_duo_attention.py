@@ -48,16 +48,15 @@ def naive(gates: list[float], length: int, total: int, always: int) -> list[int]
 @examples(160)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
-    layers=st.integers(1, 3),
-    heads=st.integers(1, 3),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     keep=st.integers(1, 35) | st.integers(1, 100).map(lambda percent: percent / 100),
-    sinks=st.integers(0, 4),
-    recent=st.integers(0, 6),
+    always=st.tuples(st.integers(0, 4), st.integers(0, 6)),
     data=st.data(),
 )
 def test_matches_heads_filled_one_after_another(
-    lengths: list[int], layers: int, heads: int, keep: int | float, sinks: int, recent: int, data: st.DataObject
+    lengths: list[int], sizes: tuple[int, int], keep: int | float, always: tuple[int, int], data: st.DataObject
 ) -> None:
+    (layers, heads), (sinks, recent) = sizes, always
     number = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0, 1, width=32)
     row = st.lists(number, min_size=heads, max_size=heads)
     gates = data.draw(st.lists(row, min_size=layers, max_size=layers))
