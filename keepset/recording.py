@@ -17,6 +17,13 @@ from keepset.kernels.page_layout import RecordedQueries
 from keepset.kernels.softmax import Softmax
 from keepset.recipe import Recipe
 
+_MOST = 4
+"""The most queries that wait in a slot until one product serves them all."""
+_SHARE = 24
+"""Waiting queries take at most the bytes of a request's entries divided by this."""
+_AT_ONCE = 1 << 24
+"""Numbers of covariances that are computed at a time, unless one layer has more: 64 MiB."""
+
 SummedFeature = WindowAttention | QueryMoments
 """A feature that is computed while the queries of its window come."""
 
@@ -69,12 +76,6 @@ def moments_nbytes(query_heads: int, head_dim: int) -> int:
     return 4 * query_heads * (head_dim * (head_dim + 1) // 2 + head_dim)
 
 
-_MOST = 4
-"""The most queries that wait in a slot until one product serves them all."""
-_SHARE = 24
-"""Waiting queries take at most the bytes of a request's entries divided by this."""
-
-
 @dataclass(frozen=True)
 class Recording(RecordedFeatures):
     """The recorded features of a runtime that allocates a slot for each request beforehand.
@@ -123,10 +124,6 @@ class Recording(RecordedFeatures):
     def room(self) -> int:
         """The number of queries that can wait in a slot."""
         return self.waiting + self.drafts
-
-
-_AT_ONCE = 1 << 24
-"""Numbers of covariances that are computed at a time, unless one layer has more: 64 MiB."""
 
 
 class QueryRing:

@@ -38,41 +38,6 @@ MODULES = "KEEPSET_PLUGINS"
 child processes, such as a server's, inherit it."""
 
 
-@cache
-def load_methods() -> None:
-    """Import the modules that register methods by `keepset.register`, once in a process.
-
-    Raises:
-        KeepsetError: a module cannot be imported.
-    """
-    for module in _modules():
-        try:
-            import_module(module)
-        except Exception as error:  # plug-ins are not keepset's code
-            raise KeepsetError(
-                f"The plug-in {module!r} cannot be imported ({type(error).__name__}: {error}): fix it, or take it out "
-                f"of {MODULES} and --plugin, or uninstall its package."
-            ) from error
-
-
-def _modules() -> Iterator[str]:
-    for point in importlib.metadata.entry_points(group=GROUP):
-        yield point.value.partition(":")[0]
-    yield from filter(None, map(str.strip, os.environ.get(MODULES, "").split(",")))
-
-
-def add(module: str) -> None:
-    """Make this process, and its child processes, import a module for its methods; the name is Python's dotted name.
-
-    Raises:
-        KeepsetError: it is not a module's name.
-    """
-    if not all(part.isidentifier() for part in module.split(".")):
-        raise KeepsetError(f"--plugin {module!r} is no name of a module: write one such as my_package.methods.")
-    known = os.environ.get(MODULES)
-    os.environ[MODULES] = f"{known},{module}" if known else module
-
-
 _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (StreamingLLM, Random),
     (Knorm, KeyDiff, LagKV),
@@ -131,6 +96,41 @@ def find(name: str) -> type[Method] | None:
 def parameters_of(name: str) -> Mapping[str, Any]:
     """Return the parameters that an alias implies: `bits=8` for `int8`, an alias of `quantized`."""
     return {} if name in METHODS else _SPELLINGS.get(name, ("", {}))[1]
+
+
+@cache
+def load_methods() -> None:
+    """Import the modules that register methods by `keepset.register`, once in a process.
+
+    Raises:
+        KeepsetError: a module cannot be imported.
+    """
+    for module in _modules():
+        try:
+            import_module(module)
+        except Exception as error:  # plug-ins are not keepset's code
+            raise KeepsetError(
+                f"The plug-in {module!r} cannot be imported ({type(error).__name__}: {error}): fix it, or take it out "
+                f"of {MODULES} and --plugin, or uninstall its package."
+            ) from error
+
+
+def _modules() -> Iterator[str]:
+    for point in importlib.metadata.entry_points(group=GROUP):
+        yield point.value.partition(":")[0]
+    yield from filter(None, map(str.strip, os.environ.get(MODULES, "").split(",")))
+
+
+def add(module: str) -> None:
+    """Make this process, and its child processes, import a module for its methods; the name is Python's dotted name.
+
+    Raises:
+        KeepsetError: it is not a module's name.
+    """
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise KeepsetError(f"--plugin {module!r} is no name of a module: write one such as my_package.methods.")
+    known = os.environ.get(MODULES)
+    os.environ[MODULES] = f"{known},{module}" if known else module
 
 
 def catalogue() -> list[dict[str, Any]]:

@@ -16,6 +16,8 @@ from keepset.core.select import LARGEST_SCORE, RECENT_RANK, Ranking, round_to_to
 from keepset.core.shapes import Quotas
 from keepset.core.traits import Traits
 
+_EPSILON = 1e-4
+
 
 @dataclass(frozen=True)
 class Uniform(Allocator):
@@ -79,9 +81,6 @@ def _filled(quotas: Quotas, existing: Quotas) -> Quotas:
     missing, room = total - quotas.sum(-1), existing - quotas
     shares = room * (missing.double() / room.sum(-1).clamp(min=1))[:, None]
     return quotas + round_to_total(shares, missing)
-
-
-_EPSILON = 1e-4
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Allocators that divide one budget among all layers or heads: PyramidKV, DynamicKV and ZigZagKV."""
+"""Allocators that divide one budget among layers (PyramidKV, DynamicKV, ZigZagKV), and how numbers are divided."""
 
 from __future__ import annotations
 

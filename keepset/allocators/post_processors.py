@@ -24,6 +24,9 @@ from keepset.kernels.dispatch import is_async_device, upload
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.matching import FitProblem, match_attention
 
+FEW_BYTES = 0.075
+"""The share of a full 16-bit cache's bytes below which many entries in 4 bits are nearer to it than fewer in 8."""
+
 
 @dataclass(frozen=True)
 class PostProcessor(Allocator):
@@ -234,10 +237,6 @@ class Quantized(PostProcessor):
             )
         rows = sum(-(-bits * size // 8) for size in sizes)
         return replace(kept, bits=bits, entry_bytes=rows + 2 * observation.dtype.itemsize)
-
-
-FEW_BYTES = 0.075
-"""The share of a full 16-bit cache's bytes below which many entries in 4 bits are nearer to it than fewer in 8."""
 
 
 def _bits_for(share: float | None) -> int:

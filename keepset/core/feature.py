@@ -24,6 +24,8 @@ from keepset.kernels.softmax import Softmax
 if TYPE_CHECKING:
     from keepset.core.observation import Observation
 
+Value = TypeVar("Value")
+AnyFeature = TypeVar("AnyFeature", bound="Feature[Any]")
 
 Turn = Callable[[Tensor], Tensor]
 """Rotate rows `[batch, query_heads, n, head_dim]`, given before rotation."""
@@ -127,10 +129,6 @@ def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> Qu
     """Return one column statistic of several requests, zero where one has no entry; at least `width` entries wide."""
     longest = max(width, *(column.shape[-1] for column in columns))
     return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])
-
-
-Value = TypeVar("Value")
-AnyFeature = TypeVar("AnyFeature", bound="Feature[Any]")
 
 
 class Feature(ABC, Generic[Value]):

@@ -1,6 +1,7 @@
-"""Files: the check of a path before one is written there, and `TensorFile`, a kind of file that holds tensors.
+"""Files of tensors, which are written whole or not at all, and checked in full when they are read.
 
-A tensor file has one JSON object as its metadata. It is written whole or not at all."""
+`TensorFile` is a kind of file: tensors, and one JSON object as its metadata. `TensorReader` reads what it holds.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +22,28 @@ from torch import Tensor
 
 from keepset.errors import CorruptFileError, KeepsetError, quoted
 
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_MAX_HEADER = 100 * 2**20
+"""The largest header that safetensors itself allows, in bytes."""
+_MAX_DIMENSIONS = 8
+_METADATA = "__metadata__"
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""The errors that reading damaged contents raises. RecursionError is a RuntimeError, and so are PyTorch's errors."""
+
+Part = TypeVar("Part")
+
 
 def check_replaceable(path: Path) -> None:
     """Refuse to write to a path that is no regular file, such as a folder, a named pipe or a device.
@@ -36,10 +59,6 @@ def check_replaceable(path: Path) -> None:
         regular, cause = False, getattr(error, "strerror", None) or str(error)
     if not regular:
         raise KeepsetError(f"{quoted(path)} cannot be written ({cause}): name another file.")
-
-
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""The errors that reading damaged contents raises. RecursionError is a RuntimeError, and so are PyTorch's errors."""
 
 
 @dataclass(frozen=True)
@@ -125,23 +144,13 @@ class TensorFile:
                 raise refused(self.damaged) from None
 
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_MAX_HEADER = 100 * 2**20
-"""The largest header that safetensors itself allows, in bytes."""
-_MAX_DIMENSIONS = 8
-_METADATA = "__metadata__"
+def _mode_of_a_new_file(path: Path) -> int:
+    """Make an empty file, and return the permissions that the umask gives it; this is how to read an umask safely."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
 
 
 class TensorLocation(NamedTuple):
@@ -151,14 +160,6 @@ class TensorLocation(NamedTuple):
     shape: tuple[int, ...]
     start: int
     end: int
-
-
-Part = TypeVar("Part")
-
-
-def below(prefix: str, named: Mapping[str, Part]) -> dict[str, Part]:
-    """Return what has a name that begins with a prefix, by its name without it."""
-    return {name.removeprefix(prefix): part for name, part in named.items() if name.startswith(prefix)}
 
 
 class TensorReader:
@@ -235,6 +236,11 @@ def opened(path: Path) -> Iterator[TensorReader]:
         os.close(descriptor)
 
 
+def below(prefix: str, named: Mapping[str, Part]) -> dict[str, Part]:
+    """Return what has a name that begins with a prefix, by its name without it."""
+    return {name.removeprefix(prefix): part for name, part in named.items() if name.startswith(prefix)}
+
+
 def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text; raise ValueError if it is no JSON, repeats a name, or has NaN or infinity."""
     return json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
@@ -270,12 +276,3 @@ def _layout(said: Any, first: int) -> TensorLocation:
 def is_count(said: Any) -> bool:
     """Return whether a value is a whole number from 0, of at most 63 bits."""
     return type(said) is int and 0 <= said < 2**63
-
-
-def _mode_of_a_new_file(path: Path) -> int:
-    """Make an empty file, and return the permissions that the umask gives it; this is how to read an umask safely."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        return stat.S_IMODE(os.fstat(descriptor).st_mode)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,20 @@ from keepset.kernels.dispatch import upload
 from keepset.kernels.entry_format import MIDDLE, decode
 from keepset.kernels.predictor import Networks, outputs_of, turns_of
 
+FORMAT = 5
+"""The version of the file format; raise it with every change to what is written."""
+_FILE = TensorFile(
+    "keepset_statistics",
+    FORMAT,
+    foreign="{path} is no file of keepset calibrate: give one that it has written.",
+    other="{path} has format {found} of statistics, and this keepset reads format {version}: run keepset calibrate "
+    "again.",
+    damaged="{path} is damaged: run keepset calibrate again.",
+)
+_RETRIEVAL = "retrieval"
+_offers: dict[str, Callable[[], Path]] = {}
+"""Functions that make the file of a model's statistics, by the model's name."""
+
 
 class Predictor(NamedTuple):
     """A network with one hidden layer for each KV head of a layer.
@@ -100,19 +114,6 @@ def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, 
 
 def _places(numbers: Int[Tensor, "*shape"], last: int) -> Float[Tensor, "*shape"]:
     return numbers.clamp(min=1).float().log2().clamp(max=last)
-
-
-FORMAT = 5
-"""The version of the file format; raise it with every change to what is written."""
-_FILE = TensorFile(
-    "keepset_statistics",
-    FORMAT,
-    foreign="{path} is no file of keepset calibrate: give one that it has written.",
-    other="{path} has format {found} of statistics, and this keepset reads format {version}: run keepset calibrate "
-    "again.",
-    damaged="{path} is damaged: run keepset calibrate again.",
-)
-_RETRIEVAL = "retrieval"
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,9 +318,6 @@ class Statistics:
 
 def _shape(layers: int, kv_heads: int, head_dim: int | None) -> str:
     return f"{layers} layers with {kv_heads} KV heads" + (f" of size {head_dim}" if head_dim is not None else "")
-
-
-_offers: dict[str, Callable[[], Path]] = {}
 
 
 def offer(model: str, make: Callable[[], Path]) -> None:

@@ -19,6 +19,9 @@ from keepset.core.sizes import Sizes
 from keepset.core.statistics import RowStatistics
 from keepset.core.traits import Traits
 
+_BLOCK = 2**14
+"""The most entries that are scored at a time."""
+
 
 @dataclass(frozen=True)
 class QFilter(Method):
@@ -110,10 +113,6 @@ class DuoAttention(Method):
         whole, least, left, streaming, more = (part[:, None] for part in (whole, least, left, streaming, more))
         counts = least + left // streaming + (ranks - whole < left % streaming).long()
         return counts.where(ranks >= whole, least + more).minimum(existing)
-
-
-_BLOCK = 2**14
-"""The most entries that are scored at a time."""
 
 
 @dataclass(frozen=True)

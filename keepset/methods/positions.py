@@ -14,6 +14,8 @@ from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
 
+_MASK = 0xFFFFFFFF
+
 
 @dataclass(frozen=True)
 class StreamingLLM(Method):
@@ -47,9 +49,6 @@ class Random(Method):
         heads = torch.arange(observation.valid.shape[1], device=observation.valid.device)
         streams = stream(self.seed, observation.indices[:, None], heads)[..., None]
         return _hash(streams ^ observation.positions.long()).float() / 2**32
-
-
-_MASK = 0xFFFFFFFF
 
 
 def stream(seed: int, layers: Int[Tensor, "..."] | int, rows: Int[Tensor, "..."]) -> Int[Tensor, "..."]:

@@ -23,6 +23,10 @@ from keepset.core.traits import Traits
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.softmax import GroupReduction
 
+_RECEIVED = AttentionColumns(ColumnStatistic.SUM)
+_BLOCK = 2**20
+"""The most similarities that are computed at a time, for all heads together."""
+
 
 @dataclass(frozen=True)
 class SnapKV(Method):
@@ -64,9 +68,6 @@ class TOVA(Method):
 
     def score(self, observation: Observation) -> Scores:
         return observation.mean_over_heads(observation.by_query_group(observation.window_usage(1)).mean(2))
-
-
-_RECEIVED = AttentionColumns(ColumnStatistic.SUM)
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,6 @@ class RPC(Method):
         if self.aggregation == "all":
             received = observation.mean_over_heads(received)
         return F.avg_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
-
-
-_BLOCK = 2**20
-"""The most similarities that are computed at a time, for all heads together."""
 
 
 @dataclass(frozen=True)

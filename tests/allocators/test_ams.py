@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset import Budget, Observation, Recipe
 from keepset.allocators.ams import AMS
 from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, sums, top_of_segments, trimmed
 from keepset.methods.window import TOVA
-from tests.methods.naive import EXACT, Given, Shape, every_shape, heads_of, kept, length_of, observe, window_attention
+from tests.methods.formulas import mean_window
+from tests.methods.naive import EXACT, Given, Shape, every_shape, heads_of, kept, length_of, observe
+from tests.methods.test_scorers import Spent
 from tests.tiers import examples
 
 # --- segments
@@ -49,10 +49,7 @@ def naive_cuts(mass: list[float], share: float, shortest: int, longest: int) -> 
             merged.append(carried)
             carried = 0
     if carried:
-        if merged:
-            merged[-1] += carried
-        else:
-            merged.append(carried)
+        merged = [*merged[:-1], merged[-1] + carried] if merged else [carried]
     divided = []
     for length in merged:
         parts = math.ceil(length / longest)
@@ -246,15 +243,8 @@ SMALL: dict[str, Any] = dict(window=4, kernel=3, segment_mass=0.15, min_segment=
 
 def naive_mass(observation: Observation, method: AMS, request: int, head: int) -> list[float]:
     """Equation 1 over a request's own entries."""
-    assert observation.queries is not None
-    group = observation.queries.shape[1] // observation.keys.shape[1]
     entries, newest = length_of(observation, request), int(observation.lengths[request])
-    usage = [0.0] * entries
-    for query_head in range(head * group, (head + 1) * group):
-        for row in window_attention(observation, request, query_head, method.window):
-            for place, weight in enumerate(row):
-                usage[place] += weight / (group * method.window)
-    usage = [0.0 if math.isnan(value) else value for value in usage]
+    usage = mean_window(observation, request, range(head, head + 1), method.window)
     # Of the window's queries so many came before the entry.
     positions = observation.positions[request, head].tolist()
     missed = [max(method.window - (newest - positions[place]), 0) for place in range(entries)]
@@ -368,14 +358,13 @@ def test_where_all_may_stay_there_was_no_event() -> None:
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     keep=st.integers(1, 50),
-    sinks=st.integers(0, 4),
-    recent=st.integers(0, 8),
+    always=st.tuples(st.integers(0, 4), st.integers(0, 8)),
     least=st.integers(0, 3),
     seed=st.integers(0, 1000),
     spoilt=st.sampled_from(["", "nan", "zero", "ties"]),
 )
 def test_a_whole_event(
-    lengths: list[int], keep: int, sinks: int, recent: int, least: int, seed: int, spoilt: str
+    lengths: list[int], keep: int, always: tuple[int, int], least: int, seed: int, spoilt: str
 ) -> None:
     shape = Shape(tuple(lengths), 2, 2, 4, 4)
     observation = observe(shape, seed=seed)
@@ -388,15 +377,15 @@ def test_a_whole_event(
         observation.keys[:, 0, 0] = math.nan
     observation = replace(observation, state={"scores": scores})
     method = AMS(Given(), credit=False, min_quota=least, **SMALL)
-    keep = max(keep, sinks + recent)
-    budget = Budget(keep, sinks, recent)
+    keep = max(keep, sum(always))
+    budget = Budget(keep, *always)
     found = Recipe(method, budget).select(observation)
     parts = method.segments(observation, budget)
     for request, entries in enumerate(lengths):
         for head in range(2):
             stayed = kept(found, observation, request, head)
             assert len(stayed) == min(keep, entries)
-            assert set(range(min(sinks, entries))) <= set(stayed)
+            assert set(range(min(always[0], entries))) <= set(stayed)
             mass = parts.mass[request, head, :entries].double().tolist()
             of_head = scores[request, head, :entries].tolist()
             expected, sizes, shares = naive_choice(
@@ -442,37 +431,19 @@ def test_a_region_of_low_scores_is_not_wiped_out() -> None:
     assert all(regions) and len(ams) == 40
 
 
-class Counted(TorchDispatchMode):
-    """Counts operations, and what would make a device wait."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "_to_copy.cpu", "is_nonzero", "masked_select", "unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(func)] += 1
-        return func(*args, **kwargs or {})
-
-
-def counted(observation: Observation, ranked: Tensor) -> Counter[str]:
-    method, budget = AMS(TOVA(), window=8), Budget(100, sinks=4, recent=16)
-    mass, _ = method._mass(observation)
-    quotas = method.quotas(observation.sizes, budget)
-    with Counted() as count:
-        segment, ends, parts = method._divided(observation, mass, quotas)
-        trimmed(ranked, top_of_segments(ranked, segment, ends, parts), quotas, 20)
-    del count.calls["aten.clone.default"]  # whether a tensor is contiguous already depends on its sizes
-    return count.calls
-
-
 def test_an_event_does_not_wait_for_a_device_nor_loop_over_heads() -> None:
     """Many heads and segments take the same operations as one, and none of these looks at a value."""
-    calls = []
+    method, launches = AMS(TOVA(), window=8), []
     for heads, batch in ((1, 1), (8, 1), (2, 5)):
         observation = observe(Shape((300,) * batch, heads, 2, 8, 8))
-        calls.append(counted(observation, torch.randn(observation.valid.shape)))
-    assert calls[0] == calls[1] == calls[2]
-    for name in calls[0]:
-        assert not any(wait in name for wait in Counted.WAITS), name
+        mass, _ = method._mass(observation)
+        quotas = method.quotas(observation.sizes, Budget(100, sinks=4, recent=16))
+        ranked = torch.randn(observation.valid.shape)
+        with Spent() as spent:
+            segment, ends, parts = method._divided(observation, mass, quotas)
+            trimmed(ranked, top_of_segments(ranked, segment, ends, parts), quotas, 20)
+        del spent.launches["aten.clone.default"]  # whether a tensor is contiguous already depends on its sizes
+        launches.append(spent.launches)
+    assert launches[0] == launches[1] == launches[2]
+    waits = ("_local_scalar_dense", "nonzero", "_to_copy.cpu", "is_nonzero", "masked_select", "unique")
+    assert not [name for name in launches[0] if any(wait in name for wait in waits)]

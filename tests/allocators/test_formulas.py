@@ -20,22 +20,15 @@ from tests.tiers import examples
 @given(
     budget=budgets(),
     lengths=st.lists(st.integers(1, 18), min_size=1, max_size=3),
-    heads=st.integers(1, 4),
-    layers=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     values=st.sampled_from([1, 4, 1000]),
     seed=st.integers(0, 10**6),
 )
 def test_keeps_what_the_formula_keeps(
-    method: Method,
-    formula: Formula,
-    budget: Budget,
-    lengths: list[int],
-    heads: int,
-    layers: int,
-    values: int,
-    seed: int,
+    method: Method, formula: Formula, budget: Budget, lengths: list[int], sizes: tuple[int, int], values: int, seed: int
 ) -> None:
     """Scores are few whole numbers: many are equal, and no mean is rounded."""
+    heads, layers = sizes
     shape, draw = Shape(tuple(lengths), heads, 1, 1, 1), torch.Generator().manual_seed(seed)
     size = (layers, shape.batch, heads, shape.entries)
     scores = torch.randint(0, values, size, generator=draw).float() - values // 2

@@ -103,20 +103,6 @@ def test_heads_that_hold_little_do_not_shrink_the_layer(held: list[int], keep: i
         assert counts == [keep] * len(held)
 
 
-@examples(25, derandomize=False)
-@given(every=st.sampled_from([1, 3]), seed=st.integers(0, 99), floor=st.sampled_from([0.0, 0.2]))
-def test_a_layer_keeps_its_budget_event_after_event(every: int, seed: int, floor: float) -> None:
-    """The second head draws little: knorm keeps small keys."""
-    draw, scales = torch.Generator().manual_seed(seed), (0.2, 5.0, 1.0)
-    held = [[scale * number for number in torch.rand(40, generator=draw).tolist()] for scale in scales]
-    for _ in range(8):
-        kept = heads_of(AdaKV(Knorm(), floor=floor), of_norms(held), Budget(12))
-        assert sum(map(len, kept)) == 36
-        held = [[head[i] for i in places] for head, places in zip(held, kept, strict=True)]
-        for head, scale in zip(held, scales, strict=True):
-            head += [scale * number for number in torch.rand(every, generator=draw).tolist()]
-
-
 # --- ChunkKV
 
 

@@ -15,30 +15,20 @@ from torch import Tensor
 
 from keepset import Budget, Method, Observation
 from keepset.allocators.heads import AdaKV, CriticalKV
-from keepset.allocators.layers import (
-    Dynamic,
-    LayerAllocator,
-    Pyramid,
-    ZigZag,
-    divide,
-    padded,
-    pooled_counts,
-    total_entries,
-)
+from keepset.allocators.layers import Dynamic, LayerAllocator, Pyramid, ZigZag, divide, pooled_counts, total_entries
 from keepset.kernels.softmax import Softmax
 from keepset.methods.keys import Knorm
 from keepset.methods.window import SnapKV
 from tests.allocators.formulas import Scores, given_scores, rounded
+from tests.methods.formulas import mean_window
 from tests.methods.naive import (
     DTYPES,
     Given,
     Shape,
     every_shape,
     heads_of,
-    length_of,
     observe,
     sets_of,
-    window_attention,
 )
 from tests.tiers import examples
 
@@ -160,12 +150,6 @@ def test_all_heads_of_all_layers_share_one_number(keep: int | float | None, held
             assert total == (existing if keep is None else min(keep * heads * len(held), existing))
 
 
-def test_rankings_of_layers_are_padded_with_nothing() -> None:
-    short, long = torch.zeros(1, 2, 3), torch.ones(1, 2, 5)
-    first, second = padded([short, long])
-    assert torch.equal(first[..., :3], short) and first[..., 3:].isneginf().all() and torch.equal(second, long)
-
-
 # --- allocators that divide by what layers hold
 
 
@@ -182,20 +166,11 @@ def test_layers_that_hold_different_numbers_share_what_there_is(
 
 
 @every_kind
-def test_one_layer_is_the_scorer_alone(kind: type[LayerAllocator]) -> None:
-    observation, scorer = observe(Shape((40, 19), 2, 3, 4, 4), layer=5, layers=[5]), SnapKV(window=4)
-    for budget in (Budget(11, recent=4), Budget(0.5, recent=4)):
-        for request in range(2):
-            alone = heads_of(scorer, observation, budget, request)
-            assert heads_of(kind(scorer), observation, budget, request) == alone
-
-
-@every_kind
 def test_what_is_inside_chooses_in_each_layer(kind: type[LayerAllocator]) -> None:
     observations, budget, scorer = model(Shape((40, 19), 2, 2, 4, 4), 4), Budget(9, recent=3), SnapKV(window=3)
     for request in range(2):
         numbers = counts(kind(scorer), observations, budget, request)
-        for inner in (AdaKV(scorer), CriticalKV(scorer), AdaKV(CriticalKV(scorer))):
+        for inner in (scorer, AdaKV(scorer), CriticalKV(scorer), AdaKV(CriticalKV(scorer))):
             expected = [
                 heads_of(inner, each, Budget(number, budget.sinks, min(budget.recent, number)), request)
                 for each, number in zip(observations, numbers, strict=True)
@@ -226,14 +201,13 @@ def schedule(length: int, keep: int, always: int, layers: int, beta: Fraction) -
     keep=st.integers(1, 60),
     layers=st.integers(1, 9),
     beta=st.sampled_from([1, 2, 3, 20, 1000]),
-    sinks=st.integers(0, 3),
-    recent=st.integers(0, 5),
+    always=st.tuples(st.integers(0, 3), st.integers(0, 5)),
 )
-def test_matches_the_linear_schedule(length: int, keep: int, layers: int, beta: int, sinks: int, recent: int) -> None:
-    keep, observations = max(keep, sinks + recent), model(Shape((length,), 2, 1, 1, 1), layers)
-    got = counts(Pyramid(Knorm(), beta=beta), observations, Budget(keep, sinks, recent))
+def test_matches_the_linear_schedule(length: int, keep: int, layers: int, beta: int, always: tuple[int, int]) -> None:
+    keep, observations = max(keep, sum(always)), model(Shape((length,), 2, 1, 1, 1), layers)
+    got = counts(Pyramid(Knorm(), beta=beta), observations, Budget(keep, *always))
     keep = min(keep, length)
-    ideal = schedule(length, keep, sinks + recent, layers, Fraction(beta))
+    ideal = schedule(length, keep, sum(always), layers, Fraction(beta))
     assert sum(got) == layers * keep == sum(ideal)
     assert all(0 <= count <= length for count in got)
     # Sums over the first layers are rounded down; 1e-6 may lift one that is a hair below a whole number.
@@ -243,19 +217,24 @@ def test_matches_the_linear_schedule(length: int, keep: int, layers: int, beta: 
 
 
 @pytest.mark.parametrize(
-    ("length", "beta", "budget", "layers", "kept"),
+    ("length", "options", "budget", "layers", "kept"),
     [
-        (100, 20, Budget(20), range(5), [39, 29, 20, 11, 1]),  # from 2 * 20 - 20 / 20 down to 1, in steps of 38 / 4
-        (100, 20, Budget(20), (3, 7, 11), [39, 20, 1]),  # depth counts compressed layers and not their indices
-        (24, 20, Budget(20), range(5), [24, 22, 20, 18, 16]),  # the slope is what a short text allows
-        (20, 20, Budget(20), range(5), [20] * 5),
-        (100, 2, Budget(12, sinks=2, recent=6), range(3), [14, 12, 10]),  # 8 in every layer, and 6, 4, 2
-        (50, 1, Budget(7), range(6), [7] * 6),
+        (100, {}, Budget(20), range(5), [39, 29, 20, 11, 1]),  # from 2 * 20 - 20 / 20 down to 1, in steps of 38 / 4
+        (100, {}, Budget(20), (3, 7, 11), [39, 20, 1]),  # depth counts compressed layers and not their indices
+        (24, {}, Budget(20), range(5), [24, 22, 20, 18, 16]),  # the slope is what a short text allows
+        (20, {}, Budget(20), range(5), [20] * 5),
+        (100, dict(beta=2), Budget(12, sinks=2, recent=6), range(3), [14, 12, 10]),  # 8 in every layer, and 6, 4, 2
+        (50, dict(beta=1), Budget(7), range(6), [7] * 6),
+        (768, dict(window=64), Budget(256), range(28), [256] * 28),  # AMS' program: 256 / 20 are fewer than 64
+        (4096, dict(window=64), Budget(1229), range(3), [1229] * 3),  # kvpress at a ratio of 0.7
+        (4096, dict(window=64), Budget(2048), range(3), [3993, 2048, 103]),  # and at 0.5
     ],
 )
-def test_schedules_by_hand(length: int, beta: int, budget: Budget, layers: Sequence[int], kept: list[int]) -> None:
+def test_schedules_by_hand(
+    length: int, options: dict[str, int], budget: Budget, layers: Sequence[int], kept: list[int]
+) -> None:
     observations = [observe(Shape((length,), 1, 1, 1, 1), layer=layer, layers=layers) for layer in layers]
-    assert counts(Pyramid(Knorm(), beta=beta), observations, budget) == kept
+    assert counts(Pyramid(Knorm(), **options), observations, budget) == kept
 
 
 @examples(100)
@@ -283,19 +262,6 @@ def test_with_a_window_it_is_the_form_of_kvpress(
     assert sum(got) == keep * layers
     for layer, count in enumerate(got):
         assert abs(count - (high - layer * (high - low) / (layers - 1))) <= 1 + Fraction(1, 10**5)
-
-
-@pytest.mark.parametrize(
-    ("keep", "length", "layers", "kept"),
-    [
-        (256, 768, 28, [256] * 28),  # as AMS' program has it: 256 / 20 are fewer than 64
-        (1229, 4096, 3, [1229] * 3),  # kvpress at a ratio of 0.7
-        (2048, 4096, 3, [3993, 2048, 103]),  # and at 0.5
-    ],
-)
-def test_windows_by_hand(keep: int, length: int, layers: int, kept: list[int]) -> None:
-    method = Pyramid(Knorm(), window=64)
-    assert counts(method, model(Shape((length,), 1, 1, 1, 1), layers), Budget(keep)) == kept
 
 
 @pytest.mark.parametrize("heads", [(3, 2), (1, 4)], ids=["gqa", "mqa"])
@@ -331,14 +297,9 @@ def test_what_layers_hold_after_an_event_does_not_change_what_they_aim_at(
 
 def minimum(observation: Observation, request: int, window: int, mass: float) -> float:
     """Mean over KV heads of how many of the best entries receive the share `mass`, counted one by one."""
-    assert observation.queries is not None
-    heads = observation.keys.shape[1]
-    group, total = observation.queries.shape[1] // heads, 0
+    heads, total = observation.keys.shape[1], 0
     for head in range(heads):
-        members = range(head * group, head * group + group)
-        rows = [row for member in members for row in window_attention(observation, request, member, window)]
-        usage = [sum(row[entry] for row in rows) for entry in range(length_of(observation, request))]
-        got, count = 0.0, 0
+        usage, got, count = mean_window(observation, request, range(head, head + 1), window), 0.0, 0
         for number in sorted(usage, reverse=True):
             if count and got >= mass * sum(usage):
                 break
@@ -385,16 +346,6 @@ def test_layers_get_equation_six(
             assert all(abs(count - number) < 1 + 1e-6 for count, number in zip(got, ideal, strict=True))
         else:
             assert max(got) == length
-
-
-def test_spread_attention_gets_more() -> None:
-    layers = [
-        observe(Shape((50,), 2, 2, 4, 4), layer=layer, layers=[0, 1], softmax=Softmax(scaling))
-        for layer, scaling in enumerate((20.0, 0.0))
-    ]
-    sharp, spread = counts(ZigZag(SnapKV(window=4), window=4), layers, Budget(20, recent=4))
-    assert sharp + spread == 40 and spread > 2 * sharp > 4
-    assert counts(ZigZag(SnapKV(window=4), window=4, floor=1), layers, Budget(20, recent=4)) == [20, 20]
 
 
 def test_attention_that_overflowed_counts_as_one_entry() -> None:

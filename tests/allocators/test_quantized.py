@@ -78,7 +78,7 @@ def test_the_same_entries_in_fewer_bytes(text: str, bits: int) -> None:
     """An entry of a head of 16 numbers takes 32 or 16 bytes, two scales and a position, and with `match` a bias."""
     ids, mask = left_padded(prompt(2, 40), [0, 7])
     cache = keepset.Cache(tiny("llama"), in_bits(text.format("snapkv"), bits))
-    whole = keepset.Cache(tiny("llama"), text.format("snapkv").removeprefix("quantized(").replace("), keep", ", keep"))
+    whole = keepset.Cache(tiny("llama"), inside(text.format("snapkv")))
     for each in (cache, whole):
         with torch.no_grad():
             tiny("llama")(ids, attention_mask=mask, past_key_values=each)
@@ -99,17 +99,24 @@ def test_the_same_entries_in_fewer_bytes(text: str, bits: int) -> None:
             assert columns[name].dtype == torch.float32
 
 
+def inside(text: str) -> str:
+    return text.removeprefix("quantized(").replace("), keep", ", keep")
+
+
 def in_bits(text: str, bits: int) -> str:
     return text.replace(", keep", f", bits={bits}, keep")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, None])
 @pytest.mark.parametrize("text", [pytest.param(RECIPES[0], marks=pytest.mark.full), RECIPES[1]])
-def test_saved_forked_cropped_and_reordered(tmp_path: Path, text: str, bits: int) -> None:
-    cache = keepset.Cache(tiny("llama"), in_bits(text.format("snapkv"), bits))
+def test_saved_forked_cropped_and_reordered(tmp_path: Path, text: str, bits: int | None) -> None:
+    """And with what is inside alone: the biases of `match`."""
+    text = text.format("snapkv")
+    cache = keepset.Cache(tiny("llama"), in_bits(text, bits) if bits else inside(text))
     with torch.no_grad():
         tiny("llama")(prompt(2, 40), past_key_values=cache, use_cache=True)
         tiny("llama")(prompt(2, 3), past_key_values=cache, use_cache=True)  # 4 bits have a residual of these
+    assert "match" not in text or all(layer.store.heads.bias.any() for layer in cache.managed_layers.values())
     check_copies(tiny("llama"), cache, tmp_path / "context.safetensors")
 
 

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 from keepset import Budget, KeepsetError, Observation, Recipe
 from tests.tiers import examples
 
-numbers = st.lists(st.integers(1, 60), min_size=1, max_size=4)
-sinks_and_recent = st.tuples(st.integers(0, 5), st.integers(0, 9))
-
 
 def observation(*lengths: int) -> Observation:
     """Requests of these lengths, holes at the end of the shorter ones."""
@@ -62,28 +59,19 @@ def test_counts(budget: Budget, counts: dict[int, int]) -> None:
     length=st.integers(1, 300) | st.integers(1, 200_000),
     part=st.integers(1, 1000),
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 256)),
-    text=st.sampled_from(
-        [
-            "knorm",
-            "quantized(knorm)",
-            "quantized(knorm, bits=8)",
-            "match(knorm)",
-            "quantized(match(knorm))",
-            "match(knorm, biases=False)",
-        ]
-    ),
+    place=st.integers(0, 5),
 )
-def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes: tuple[int, int], text: str) -> None:
+def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes: tuple[int, int], place: int) -> None:
     numbers = sum(sizes)
     few = sum(math.ceil(size / 2) for size in sizes) if part < 75 else numbers  # 4 bits below bytes=0.075
-    entry = {
-        "knorm": 2 * numbers + 4,
-        "quantized(knorm)": few + 4 + 4,
-        "quantized(knorm, bits=8)": numbers + 4 + 4,
-        "match(knorm)": 2 * numbers + 4 + 4,
-        "quantized(match(knorm))": few + 4 + 4 + 4,
-        "match(knorm, biases=False)": 2 * numbers + 4,
-    }[text]
+    text, entry = [
+        ("knorm", 2 * numbers + 4),
+        ("quantized(knorm)", few + 4 + 4),
+        ("quantized(knorm, bits=8)", numbers + 4 + 4),
+        ("match(knorm)", 2 * numbers + 4 + 4),
+        ("quantized(match(knorm))", few + 4 + 4 + 4),
+        ("match(knorm, biases=False)", 2 * numbers + 4),
+    ][place]
     budget = Recipe.parse(text).with_budget(bytes=part / 1000).budget_of_sizes([sizes])
     (quotas,) = budget.quotas(observation(length).sizes).tolist()
     assert quotas == [min(max(1, math.floor(length * Fraction(part, 1000) * 2 * numbers / entry)), length)] * 2
@@ -100,88 +88,11 @@ def test_bytes_without_a_recipe_say_nothing_of_entries() -> None:
             Recipe.parse(method).method.select(observation(9), Budget(bytes=0.25))
 
 
-def test_one_entry_is_not_the_same_as_everything() -> None:
-    assert Budget(1) != Budget(1.0)
-
-
-def test_shares_of_bytes_are_budgets_of_their_own() -> None:
-    assert Budget(bytes=1) == Budget(bytes=1.0) != Budget(1.0) != Budget()
-    assert len({Budget(bytes=0.25), Budget(bytes=0.25), Budget(0.25), Budget(bytes=0.5)}) == 3
-
-
-def test_sinks_and_suffix_belong_to_each_request() -> None:
-    budget, batch = Budget(5, sinks=2, recent=3), observation(9, 4)
-    assert [marked(budget.is_protected(batch), *each) for each in ((0, 9), (1, 4))] == [[0, 1], [0, 1]]
-    assert [marked(budget.is_recent(batch), *each) for each in ((0, 9), (1, 4))] == [[6, 7, 8], [1, 2, 3]]
-
-
-@examples(100)
-@given(
-    lengths=numbers,
-    keep=st.integers(14, 70) | st.integers(1, 100).map(lambda percent: percent / 100),
-    recent=st.integers(0, 9),
-)
-def test_recent_tokens_can_stay_in_addition(lengths: list[int], keep: float, recent: int) -> None:
-    """A window of 64 beside `keep=64` leaves 64 others, where it would leave none if it counted."""
-    seen, budget = observation(*lengths), Budget(keep, 0, recent, recent_extra=True)
-    for request, length in enumerate(lengths):
-        before = keep if isinstance(keep, int) else length * round(100 * keep) // 100
-        wanted = max(1, before + min(recent, length))
-        assert budget.quotas(seen.sizes)[request].tolist() == [min(wanted, length)] * 2
-    assert budget != Budget(keep, 0, recent)
-
-
-@examples(100)
-@given(lengths=numbers, data=st.data(), always=sinks_and_recent)
-def test_a_protected_prompt_stays_and_counts(lengths: list[int], data: st.DataObject, always: tuple[int, int]) -> None:
-    sinks, recent = always
-    prompts = [data.draw(st.integers(1, length)) for length in lengths]
-    keep = data.draw(st.integers(max(1, sinks + recent), 70))
-    budget = Budget(keep, sinks, recent, protect_prompt=True)
-    seen = replace(observation(*lengths), prompts=torch.tensor(prompts))
-    for request, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
-        assert budget.quotas(seen.sizes)[request].tolist() == [min(max(keep, prompt + recent), length)] * 2
-        assert marked(budget.is_protected(seen), request, length) == list(range(min(max(sinks, prompt), length)))
-
-
-@examples(100)
-@given(lengths=numbers, data=st.data(), short=st.integers(1, 70), always=sinks_and_recent)
-def test_a_short_prompt_is_protected_and_a_longer_one_is_not(
-    lengths: list[int], data: st.DataObject, short: int, always: tuple[int, int]
-) -> None:
-    sinks, recent = always
-    prompts = [data.draw(st.integers(1, length)) for length in lengths]
-    keep = data.draw(st.integers(max(1, sinks + recent), 70) | st.floats(0.1, 1))
-    budget, plain = (Budget(keep, sinks, recent, short=each) for each in (short, 0))
-    seen = replace(observation(*lengths), prompts=torch.tensor(prompts))
-    for request, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
-        quota, without = (each.quotas(seen.sizes)[request].tolist() for each in (budget, plain))
-        first = max(sinks, prompt) if prompt < short else sinks
-        assert marked(budget.is_protected(seen), request, length) == list(range(min(first, length)))
-        assert quota == ([min(max(without[0], prompt + recent), length)] * 2 if prompt < short else without)
-    assert budget != plain and budget.protects and not plain.protects
-
-
-@examples(100)
-@given(
-    lengths=numbers,
-    ranges=st.lists(st.lists(st.integers(0, 70), min_size=2, max_size=2, unique=True).map(sorted), max_size=4),
-    keep=st.integers(14, 70) | st.floats(0.1, 1),
-    always=sinks_and_recent,
-)
-def test_protected_ranges_stay_and_count(
-    lengths: list[int], ranges: list[list[int]], keep: float, always: tuple[int, int]
-) -> None:
-    sinks, recent = always
-    seen, budget = observation(*lengths), Budget(keep, sinks, recent, protect=ranges)
-    for request, length in enumerate(lengths):
-        first = {place for place in range(length) if place < sinks or any(a <= place < b for a, b in ranges)}
-        assert marked(budget.is_protected(seen), request, length) == sorted(first)
-        stay = first | set(range(max(length - recent, 0), length))
-        wanted = keep if isinstance(keep, int) else max(1, math.floor(length * keep + 1e-9))
-        quota = budget.quotas(seen.sizes)[request].tolist()
-        # Sinks and suffix of a short text may be the same tokens, and count twice.
-        assert quota == [min(max(wanted, len(stay)), length)] * 2 or sinks + recent > length
+def test_budgets_are_equal_if_they_say_the_same() -> None:
+    budgets = [Budget(), Budget(1), Budget(1.0), Budget(bytes=1), Budget(9), Budget(9, recent_extra=True), Budget(9, 1)]
+    budgets += [Budget(9, protect=[[2, 9]]), Budget(9, protect_prompt=True), Budget(9, short=3), Budget(9, recent=1)]
+    assert len({*budgets, Budget(bytes=1.0), Budget(9, protect=[(2, 5), [4, 9]])}) == len(budgets)
+    assert Budget(bytes=1) == Budget(bytes=1.0)
 
 
 def test_ranges_that_meet_are_one() -> None:
@@ -191,36 +102,58 @@ def test_ranges_that_meet_are_one() -> None:
 parts = st.lists(st.tuples(st.sampled_from(["image", "text"]), st.integers(1, 20)), max_size=6)
 
 
-@examples(100)
+@examples(300)
 @given(
     requests=st.lists(parts, min_size=1, max_size=3),
-    kind=st.sampled_from(["image", "text"]),
-    ranges=st.sampled_from([[], [[3, 9]], [[0, 2], [30, 50]]]),
     layers=st.integers(1, 2),
-    always=sinks_and_recent,
+    keep=st.integers(14, 70) | st.integers(1, 100).map(lambda percent: percent / 100),
+    always=st.tuples(st.integers(0, 5), st.integers(0, 9)),
+    protects=st.sampled_from(["", "prompt", "short", "image", "text"]),
+    ranges=st.lists(st.lists(st.integers(0, 70), min_size=2, max_size=2, unique=True).map(sorted), max_size=4),
+    short=st.integers(1, 70),
+    extra=st.booleans(),
+    data=st.data(),
 )
-def test_images_or_text_stay_and_count(
-    requests: list[list[tuple[str, int]]], kind: str, ranges: list[list[int]], layers: int, always: tuple[int, int]
+def test_what_always_stays_and_counts(
+    requests: list[list[tuple[str, int]]],
+    layers: int,
+    keep: float,
+    always: tuple[int, int],
+    protects: str,
+    ranges: list[list[int]],
+    short: int,
+    extra: bool,
+    data: st.DataObject,
 ) -> None:
-    """Each request has its own images; those of the same request are the same in every layer."""
-    sinks, recent = always
+    """Of each request: sinks, newest tokens, ranges, and its prompt, its prompt if that is short, its images or text.
+
+    Newest tokens may stay in addition: a window of 64 beside `keep=64` leaves 64 others, and none if it counts.
+    """
     texts = [[name for name, count in parts for _ in range(count)] or ["text"] for parts in requests]
-    seen = observation(*[len(text) for text in texts] * layers)
+    prompts = [data.draw(st.integers(1, len(text))) for text in texts] * layers
+    seen = replace(observation(*[len(text) for text in texts] * layers), prompts=torch.tensor(prompts))
     images = [tuple((at, at + 1) for at, name in enumerate(text) if name == "image") for text in texts]
-    budget = Budget(14, sinks, recent, protect=[kind, *ranges])
-    located, sizes = budget.located(images), replace(seen.sizes, layer_ids=tuple(range(layers)))
-    with pytest.raises(KeepsetError, match="says nothing of positions yet"):
-        budget.always(sizes)
-    for row, text in enumerate(texts * layers):
-        length, stays = len(text), [[kind == name] * count for name, count in requests[row % len(texts)]]
-        marks = [mark for part in stays for mark in part] or [kind == "text"]
-        first = {
-            place for place in range(length) if marks[place] or place < sinks or any(a <= place < b for a, b in ranges)
-        }
-        assert marked(located.is_protected(seen), row, length) == sorted(first)
-        stay = first | set(range(max(length - recent, 0), length))
-        assert sinks + recent > length or located.always(sizes)[row] == len(stay)
-        assert sinks + recent > length or located.quotas(sizes)[row].tolist() == [min(max(14, len(stay)), length)] * 2
+    sizes, (sinks, recent) = replace(seen.sizes, layer_ids=tuple(range(layers))), always
+    kinds = [protects] if protects in ("image", "text") else []
+    options = dict(protect_prompt=protects == "prompt", short=short if protects == "short" else 0, recent_extra=extra)
+    asked = Budget(keep, sinks, recent, protect=[*kinds, *ranges], **options)
+    budget = asked.located(images)
+    if kinds:
+        with pytest.raises(KeepsetError, match="says nothing of positions yet"):
+            asked.always(sizes)
+    assert asked.protects == bool(protects or ranges)
+    for row, (text, prompt) in enumerate(zip(texts * layers, prompts, strict=True)):
+        length, whole = len(text), protects == "prompt" or (protects == "short" and prompt < short)
+        first = set(range(min(max(sinks, prompt if whole else 0), length)))
+        first |= {at for at in range(length) if text[at] == protects or any(a <= at < b for a, b in ranges)}
+        newest = set(range(max(length - recent, 0), length))
+        assert marked(budget.is_protected(seen), row, length) == sorted(first)
+        assert marked(budget.is_recent(seen), row, length) == sorted(newest)
+        if sinks + recent <= length:  # of a short text they may be the same tokens, and count twice
+            before = keep if isinstance(keep, int) else length * round(100 * keep) // 100
+            wanted = max(1, before + recent * extra, len(first | newest))
+            assert min(int(budget.always(sizes)[row]), length) == len(first | newest)
+            assert budget.quotas(sizes)[row].tolist() == [min(wanted, length)] * 2
 
 
 def test_images_that_nobody_knows_of() -> None:

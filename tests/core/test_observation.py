@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from keepset import KeepsetError, Observation
 from keepset.core.feature import Needs
@@ -138,12 +137,6 @@ def test_of_several_layers_each_row_has_its_own() -> None:
     rows = torch.arange(6)
     assert several.split_layers(rows).tolist() == [[0, 2, 4], [1, 3, 5]]
     assert torch.equal(several.merge_layers(several.split_layers(rows)), rows)
-
-
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
-def test_bytes_of_an_entry_are_its_keys_and_its_values(dtype: torch.dtype, size: int) -> None:
-    parts: dict[str, Tensor] = {name: torch.zeros(1, 1, 2, n).to(dtype) for name, n in (("keys", 7), ("values", 5))}
-    assert bare(**parts).entry_bytes == (7 + 5) * size
 
 
 def test_needs_of_two_methods_serve_both() -> None:

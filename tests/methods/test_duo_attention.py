@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset import Budget, KeepsetError, Observation, Recipe
+from keepset import Budget, KeepsetError, Observation
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.statistics import Statistics
 from keepset.methods.measured import DuoAttention
@@ -45,19 +45,18 @@ def naive(gates: list[float], length: int, total: int, always: int) -> list[int]
     return counts
 
 
-@examples(100)
+@examples(160)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
-    layers=st.integers(1, 3),
-    heads=st.integers(1, 3),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     keep=st.integers(1, 35) | st.integers(1, 100).map(lambda percent: percent / 100),
-    sinks=st.integers(0, 4),
-    recent=st.integers(0, 6),
+    always=st.tuples(st.integers(0, 4), st.integers(0, 6)),
     data=st.data(),
 )
 def test_matches_heads_filled_one_after_another(
-    lengths: list[int], layers: int, heads: int, keep: int | float, sinks: int, recent: int, data: st.DataObject
+    lengths: list[int], sizes: tuple[int, int], keep: int | float, always: tuple[int, int], data: st.DataObject
 ) -> None:
+    (layers, heads), (sinks, recent) = sizes, always
     number = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0, 1, width=32)
     row = st.lists(number, min_size=heads, max_size=heads)
     gates = data.draw(st.lists(row, min_size=layers, max_size=layers))
@@ -73,30 +72,8 @@ def test_matches_heads_filled_one_after_another(
         for positions, count in zip((head for layer in sets for head in layer), expected, strict=True):
             first = min(sinks, count)
             assert positions == [*range(first), *range(length - count + first, length)]
-
-
-def test_the_highest_gates_of_all_layers_keep_everything() -> None:
-    observations = model((100,), [[0.1, 0.9], [0.8, 0.2], [0.3, 0.4]])
-    counts = DuoAttention().select_all(observations, Budget(50, sinks=4, recent=16)).counts[:, 0]
-    # 6 x 50 = 300: two whole heads and four of 20 are 280, and the 20 left are five more for each of the four.
-    assert counts.tolist() == [[25, 100], [100, 25], [25, 25]]
-
-
-def test_as_the_text_grows_fewer_heads_retrieve() -> None:
-    retrieving = []
-    for length in (60, 100, 200, 400):
-        counts = DuoAttention().select_all(model((length,), [[0.5, 0.9], [0.8, 0.2]]), Budget(50, 2, 8)).counts
-        assert int(counts.sum()) == 200
-        retrieving.append((counts.flatten() == length).nonzero().flatten().tolist())
-    assert retrieving == [[0, 1, 2], [1], [], []]
-
-
-def test_layers_apart_decide_as_all_together() -> None:
-    observations, budget = model((40, 33), [[0.1, 0.9], [0.8, 0.2], [0.3, 0.4]]), Budget(0.4, 2, 5)
-    together = DuoAttention().select_all(observations, budget)
-    for observation in observations:
-        alone = DuoAttention().select(observation, budget)
-        assert torch.equal(alone.counts[0], together.layer(observation.layer).counts)
+        for observation, of_layer in zip(observations, sets, strict=True):  # each layer decides by itself
+            assert sets_of(DuoAttention(), [observation], Budget(keep, sinks, recent), request) == [of_layer]
 
 
 def test_statistics_without_gates_are_refused() -> None:
@@ -105,8 +82,3 @@ def test_statistics_without_gates_are_refused() -> None:
     observation = replace(observation, features={ModelStatistics(""): old})
     with pytest.raises(KeepsetError, match=r"'old\.safetensors' do not say which heads retrieve"):
         DuoAttention().select(observation, Budget(4))
-
-
-def test_sinks_and_recent_tokens_are_those_of_the_gates() -> None:
-    recipe = Recipe.parse("duo_attention(stats='x.safetensors', keep=0.5)")
-    assert (recipe.budget.sinks, recipe.budget.recent) == (16, 64)

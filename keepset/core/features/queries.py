@@ -1,4 +1,4 @@
-"""The prompt's own queries moved behind it, and the attention that entries receive from the newest queries."""
+"""Features that are made of a few queries: the prompt's own once more, and attention from the newest."""
 
 from __future__ import annotations
 
