@@ -297,38 +297,46 @@ def test_new_entries_follow_those_of_their_head(implementation: str, n: int) -> 
         assert torch.equal(store.positions, right_positions)
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("n", [1, 5])
-def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) -> None:
-    """Where a head ends come its new entries, mixed and in steps; nothing else changes."""
-    packed, draw = packed_heads([[3, 3], [0, 9]], (8, 5), dtype, spare=6), seeded(2)
-    stored, _ = in_8_bits(packed)
-    stored.grown = 2  # the table is of a time before
+def appended(
+    stored: PackedHeads, sizes: tuple[int, int], n: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, int, str, Tensor, Tensor]]:
+    """Append entries to two requests of two heads: of each head its places, its number, `key` or `value`, the rows and
+    the same mixed. Their positions are right, and nothing else has changed."""
+    draw, stored.grown = seeded(2), 2  # the table is of a time before
     parts = [stored.keys, stored.values, stored.positions, stored.key_scale, stored.value_scale]
     before = [part.clone() for part in parts if part is not None]
-    keys, values = (torch.randn(2, n, 2, size, generator=draw).to(dtype).transpose(1, 2) for size in (8, 5))
-    keys[1, 1, 0, 3] = math.nan
+    keys, values = (torch.randn(2, n, 2, size, generator=draw).to(dtype).transpose(1, 2) for size in sizes)
+    keys[1, 1, 0, 3], keys[0, 0, 0] = math.nan, 0.0
     positions = torch.arange(n) + torch.tensor([[12], [30]])
     append_entries([stored], keys, values, positions)
     untouched = torch.ones(len(stored.keys), dtype=torch.bool)
     for run, i in heads_of(stored):
-        request, head = divmod(run.first + i, 2)
+        head = run.first + i
         places = run.start + i * run.capacity + run.count + torch.arange(n)
         untouched[places] = False
-        assert stored.positions[places].tolist() == positions[request].tolist()
-        for rows, flat, scale in ((keys, stored.keys, stored.key_scale), (values, stored.values, stored.value_scale)):
-            assert scale is not None
-            new, step = mixed(rows[request, head].float()).to(dtype).double(), scale[places].double()
-            assert torch.equal(step.isnan(), new.isnan().any(-1))
-            exists = ~step.isnan()
-            # Mixing rounds once more, and Triton's interpreter cuts bfloat16 where a GPU rounds.
-            cut = 4 * 127 * ROUNDING[dtype]
-            torch.testing.assert_close(step[exists], new.abs().amax(-1)[exists] / 127, rtol=cut / 127, atol=0.0)
-            error = (flat[places].double() * step[:, None] - new).abs() / step[:, None]
-            assert (error[exists] <= 0.5 + cut).all()
+        assert stored.positions[places].tolist() == positions[head // 2].tolist()
+        for rows, name in ((keys, "key"), (values, "value")):
+            own = rows[head // 2, head % 2]
+            yield places, head, name, own, mixed(own.float()).to(dtype).double()
     for part, old in zip([each for each in parts if each is not None], before, strict=True):
         assert torch.equal(part[untouched].nan_to_num(), old[untouched].nan_to_num())
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("n", [1, 5])
+def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) -> None:
+    """Where a head ends come its new entries, mixed and in steps."""
+    stored, _ = in_8_bits(packed_heads([[3, 3], [0, 9]], (8, 5), dtype, spare=6))
+    # Mixing rounds once more, and Triton's interpreter cuts bfloat16 where a GPU rounds.
+    cut = 4 * 127 * ROUNDING[dtype]
+    for places, _, name, rows, new in appended(stored, (8, 5), n, dtype):
+        step = getattr(stored, f"{name}_scale")[places].double()
+        exists = ~rows.isnan().any(-1)
+        assert torch.equal(step.isnan(), ~exists)
+        torch.testing.assert_close(step[exists], new.abs().amax(-1)[exists] / 127, rtol=cut / 127, atol=0.0)
+        error = (getattr(stored, f"{name}s")[places].double() * step[:, None] - new).abs()[exists]
+        assert (error <= (0.5 + cut) * step[exists, None]).all()
 
 
 @pytest.mark.few
@@ -338,45 +346,27 @@ def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("sizes", [(8, 6), (10, 64)])
 def test_new_entries_of_4_bits(implementation: str, n: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
     """Where a head ends come its new entries, mixed and on the nearest levels, and what that loses in the residual."""
-    draw, spare = seeded(2), 44
-    packed = packed_heads([[3, 3], [0, 9]], sizes, dtype, spare)
-    stored, _ = in_4_bits(packed)
-    assert stored.residual is not None
     heads, room = 4, 50
     empty = [torch.zeros(heads * room, size // 2, dtype=torch.uint8) for size in sizes]
     scales = [torch.zeros(heads * room, dtype=dtype) for _ in sizes]
-    places = torch.zeros(heads * room, dtype=torch.int32)
-    residual = PackedHeads(*empty, places, [HeadRun(0, heads, 0, 2, room)], None, *scales)
-    stored = replace(stored, residual=residual)
-    stored.grown = 2  # the tables are of a time before
-    residual.grown = 1
-    keys, values = (torch.randn(2, n, 2, size, generator=draw).to(dtype).transpose(1, 2) for size in sizes)
-    keys[1, 1, 0, 3] = math.nan
-    keys[0, 0, 0] = 0.0
-    positions = torch.arange(n) + torch.tensor([[12], [30]])
-    before = [part.clone() for part in (stored.keys, stored.values, stored.positions)]
-    append_entries([stored], keys, values, positions)
-    untouched = torch.ones(len(stored.keys), dtype=torch.bool)
-    for run, i in heads_of(stored):
-        request, head = divmod(run.first + i, 2)
-        at = run.start + i * run.capacity + run.count + torch.arange(n)
-        behind = (run.first + i) * room + 2 + torch.arange(n)
-        untouched[at] = False
-        assert stored.positions[at].tolist() == residual.positions[behind].tolist() == positions[request].tolist()
-        for rows, name in (keys, "keys"), (values, "values"):
-            right = mixed(rows[request, head].float()).to(dtype).double()
-            scale = f"{name[:-1]}_scale"
-            coarse = meant(getattr(stored, name)[at], getattr(stored, scale)[at])
-            fine = meant(getattr(residual, name)[behind], getattr(residual, scale)[behind])
-            exists = ~rows[request, head].isnan().any(-1)
-            assert torch.equal(getattr(stored, scale)[at].isnan(), ~exists)
-            for row, first, both in zip(right[exists], coarse[exists], (coarse + fine)[exists], strict=True):
-                size = rms(row)
-                assert rms(first - rounded(row, dtype)) <= 16 * ROUNDING[dtype] * size
-                # What is lost may be rounded itself, so that a number on a border takes the other level.
-                assert rms(both - first - rounded(row - first, dtype)) <= max(16 * ROUNDING[dtype], 1e-6) * size
-    for part, old in zip((stored.keys, stored.values, stored.positions), before, strict=True):
-        assert torch.equal(part[untouched], old[untouched])
+    positions = torch.zeros(heads * room, dtype=torch.int32)
+    residual = PackedHeads(*empty, positions, [HeadRun(0, heads, 0, 2, room)], None, *scales)
+    residual.grown = 1  # its table is of a time before, too
+    stored = replace(in_4_bits(packed_heads([[3, 3], [0, 9]], sizes, dtype, spare=44))[0], residual=residual)
+    for places, head, name, rows, new in appended(stored, sizes, n, dtype):
+        behind = head * room + 2 + torch.arange(n)
+        assert residual.positions[behind].tolist() == stored.positions[places].tolist()
+        coarse, fine = (
+            meant(getattr(part, f"{name}s")[at], getattr(part, f"{name}_scale")[at])
+            for part, at in ((stored, places), (residual, behind))
+        )
+        exists = ~rows.isnan().any(-1)
+        assert torch.equal(getattr(stored, f"{name}_scale")[places].isnan(), ~exists)
+        for row, first, second in zip(new[exists], coarse[exists], fine[exists], strict=True):
+            size = rms(row)
+            assert rms(first - rounded(row, dtype)) <= 16 * ROUNDING[dtype] * size
+            # What is lost may be rounded itself, so that a number on a border takes the other level.
+            assert rms(second - rounded(row - first, dtype)) <= max(16 * ROUNDING[dtype], 1e-6) * size
 
 
 @pretends

@@ -1,4 +1,4 @@
-"""What packed heads receive of a few queries, against a softmax that is written out query by query."""
+"""What entries receive of a few queries, in packed heads and in pages, against a softmax that is written out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from keepset.kernels.packed import PackedHeads
+from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, PageLayout, RecordedQueries
 from keepset.kernels.softmax import GroupReduction, Softmax
-from keepset.kernels.window import add_received, received_attention
+from keepset.kernels.window import add_received, add_received_in_pages, received_attention
+from tests.kernels.quantised import ALL_FORMATS
 from tests.kernels.test_attention import (
     COUNTS,
     attention_of,
@@ -23,13 +25,14 @@ from tests.kernels.test_attention import (
     packed_heads,
     seeded,
 )
+from tests.kernels.test_paged import Case, _slots, at, stored_as
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}
 ROUNDED = {torch.float32: dict(rtol=0.02, atol=1e-5), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}
 """Of 8 and 4 bits: a GPU's product takes keys in the queries' type."""
 
 
-def received(
+def received_of(
     products: Tensor, softmax: Softmax, heads: range, sums_of: GroupReduction, bias: Tensor | float = 0.0
 ) -> Tensor:
     """What entries receive of one query by its heads, `[numbers, entries]`.
@@ -62,7 +65,7 @@ def expected(
             heads = range(kv_head * group, (kv_head + 1) * group)
             products = queries[request, heads, row].double() @ packed.keys[seen].double().T * softmax.scaling
             bias = 0.0 if packed.bias is None else packed.bias[seen]
-            column[seen] += received(products, softmax, heads, sums_of, bias).T.reshape(-1, *column.shape[1:])
+            column[seen] += received_of(products, softmax, heads, sums_of, bias).T.reshape(-1, *column.shape[1:])
     return column
 
 
@@ -139,7 +142,7 @@ def test_sums_of_heads_that_lie_apart(
         seen = (seen if valid is None else seen & valid[head]).nonzero()[:, 0]
         products = queries[head, :, row].double() @ keys[head, seen].double().T * whole.scaling
         own = 0.0 if bias is None else bias[head, seen]
-        right[head][:, seen] += received(products, whole, range(head * group, (head + 1) * group), sums_of, own)
+        right[head][:, seen] += received_of(products, whole, range(head * group, (head + 1) * group), sums_of, own)
     torch.testing.assert_close(sums.double(), right, **TOLERANCE[dtype])
 
 
@@ -165,3 +168,178 @@ def test_what_is_no_number_spoils_its_own_head_only(
     add_received(column, torch.ones(1, 4, 2, 8), packed, 2, torch.full((1, 2), 20), Softmax(0.3), sums_of)
     of_head = [run.view(column) for run in packed.runs]
     assert of_head[0].isfinite().all() and of_head[1].isnan().all()
+
+
+# --- in pages
+
+LENGTHS, NEW = [9, 21, 12, 1], [9, 1, 9, 1]
+"""The second one shares pages, some of them in the other layer's cache; the fourth kept nothing."""
+BEFORE = 7.0
+"""What stands in columns."""
+
+
+def in_pages(case: Case, layers: int) -> EntriesInPages:
+    """The same layout in all of so many layers."""
+    layout = PageLayout(*(torch.cat([part] * layers, 1).contiguous() for part in case.layout))
+    table = torch.tensor([row.block_table() for row in case.rows], dtype=torch.int32)
+    lengths = torch.tensor([row.length for row in case.rows])
+    return EntriesInPages(layout, table, lengths, layout.counts, max(row.length for row in case.rows))
+
+
+def positions_of(case: Case, size: int) -> Tensor:
+    """Of each slot with an entry that was kept, bit for bit; what else there is means nothing."""
+    column = torch.full(case.bias.shape, 12345, dtype=torch.int32)
+    for row in case.rows:
+        for head in range(case.caches[0].shape[1]):
+            for slot, position in _slots(row, head, size):
+                column[place(case, slot)] = position
+    return column.view(torch.float32)
+
+
+def place(case: Case, slot: int) -> tuple[int, int]:
+    """Of a slot as the second layer numbers it: its layer, and its place there."""
+    slots = case.bias.shape[1]
+    return (1 + slot // slots) % 2, slot % slots
+
+
+def expected_in_pages(
+    case: Case, queries: Tensor, received: ColumnTarget, unwritten: list[int]
+) -> dict[tuple[int, int, int, int], Tensor]:
+    """By request, head, entry and slot the numbers of the second layer."""
+    blocks, kv_heads, size, width = case.caches[0].shape
+    group, sums = queries.shape[1] // kv_heads, {}
+    sinks = received.softmax.sinks
+    softmax = replace(received.softmax, sinks=None if sinks is None else sinks[1])
+    for r, row in enumerate(case.rows):
+        for head in range(kv_heads):
+            slots, kept = _slots(row, head, size), int(case.layout.counts[r, 0, head])
+            made = torch.zeros(len(slots), group if received.sums_of == "each" else 1, dtype=torch.float64)
+            made[: len(slots) - unwritten[r]] = BEFORE
+            for n in range(queries.shape[2]):
+                last = int(received.last_visible[r, n])
+                seen = [i for i, (_, position) in enumerate(slots) if position <= last]
+                if received.positions is None:  # what was kept lies just before what came since
+                    seen = [i for i in range(len(slots)) if i + row.length - len(slots) <= last]
+                keys, biases = torch.zeros(len(seen), width // 2, dtype=torch.float64), torch.zeros(len(seen))
+                for row_of_keys, i in enumerate(seen):
+                    layer, *there = at(slots[i][0], size, kv_heads, blocks)
+                    keys[row_of_keys] = case.caches[layer][tuple(there)][: width // 2]
+                    if received.bias is not None and i < kept:
+                        biases[row_of_keys] = case.bias[place(case, slots[i][0])]
+                heads = range(head * group, head * group + group)
+                products = queries[r, heads, n].double() @ keys.T * softmax.scaling
+                paid = received_of(products, softmax, heads, received.sums_of, biases)
+                for i, numbers in zip(seen, paid.T, strict=True):
+                    made[i] += numbers
+            sums |= {(r, head, i, slots[i][0]): each for i, each in enumerate(made)}
+    return sums
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("softmax", ["plain", "capped", "sinks"])
+@pytest.mark.parametrize("positioned", [False, True])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("sums_of", GroupReduction)
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sums_in_pages(
+    implementation: str, dtype: torch.dtype, n: int, sums_of: GroupReduction, group: int, positioned: bool, softmax: str
+) -> None:
+    """Some of the queries see nothing, or do not exist. With positions, two requests' numbers are their own."""
+    kv_heads, size, dim = 2, 4, 10
+    case = Case.draw(LENGTHS, NEW, kv_heads, size, dim, dtype)
+    draw, rows = seeded(n), len(LENGTHS)
+    rings = torch.randn(1, rows + 2, 6, kv_heads * group, dim, generator=draw).to(dtype)
+    slots = torch.randperm(2 * rows, generator=draw).clamp(max=rows + 1)[::2]  # not one after another
+    at_places = torch.randint(6, (rows, n), generator=draw)
+    last = torch.stack([torch.randint(-1, row.length, (n,), generator=draw) for row in case.rows]).sort().values
+    unwritten = [min(2, row.length) for row in case.rows]
+    columns = torch.full((*case.bias.shape, *sums_of.shape(group)), BEFORE)
+    room = 2, kv_heads, 24, *sums_of.shape(group)
+    own = [torch.full(room, BEFORE) if row in (1, 2) else None for row in range(rows)] if positioned else []
+    bias, positions = case.bias if group == 3 else None, positions_of(case, size) if positioned else None
+    sinks = torch.randn(2, kv_heads * group, generator=draw) if softmax == "sinks" else None
+    makes = Softmax(0.3, None if softmax == "plain" else 0.7, sinks)
+    received = ColumnTarget(columns, last, torch.tensor(unwritten), makes, sums_of, bias, positions, own)
+    held, queries = in_pages(case, 2), RecordedQueries(rings, slots, at_places)
+    add_received_in_pages(case.caches, range(1, 2), queries, held, received)
+    few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
+    right = torch.full_like(columns, BEFORE, dtype=torch.float64)
+    rights = [None if of is None else torch.full_like(of, BEFORE, dtype=torch.float64) for of in own]
+    for (row, head, i, slot), each in expected_in_pages(case, few, received, unwritten).items():
+        if own and (of := rights[row]) is not None:
+            of[1, head, i] = each.view(of.shape[3:])
+        else:
+            right[place(case, slot)] = each.view(right.shape[2:])
+    torch.testing.assert_close(columns.double(), right, **TOLERANCE[dtype])
+    for of, made in zip(rights, own, strict=True):
+        if of is not None and made is not None:
+            torch.testing.assert_close(made.double(), of, **TOLERANCE[dtype])
+
+
+@pytest.mark.few
+@pytest.mark.cross
+@pytest.mark.parametrize(("kind", "scales"), ALL_FORMATS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sums_over_quantised_pages(
+    implementation: str, dtype: torch.dtype, kind: str, scales: tuple[float, float] | None
+) -> None:
+    kv_heads, size, dim, group = 2, 4, 12, 3
+    case, draw, rows = Case.draw(LENGTHS, NEW, kv_heads, size, dim, torch.float32), seeded(4), len(LENGTHS)
+    stored, how = stored_as(case, kind, scales, dtype, draw)
+    rings = torch.randn(1, rows, 3, kv_heads * group, dim, generator=draw).to(dtype)
+    slots, at_places = torch.randperm(rows, generator=draw), torch.randint(3, (rows, 2), generator=draw)
+    last = torch.tensor([[row.length - 2, row.length - 1] for row in case.rows])
+    columns, unwritten = torch.full(case.bias.shape, BEFORE), [min(2, row.length) for row in case.rows]
+    received = ColumnTarget(columns, last, torch.tensor(unwritten), Softmax(0.3), bias=case.bias)
+    queries = RecordedQueries(rings, slots, at_places)
+    add_received_in_pages(stored, range(1, 2), queries, in_pages(case, 2), received, [how])
+    few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
+    right = torch.full_like(columns, BEFORE, dtype=torch.float64)
+    for (_, _, _, slot), each in expected_in_pages(case, few, received, unwritten).items():
+        right[place(case, slot)] = each[0]
+    torch.testing.assert_close(columns.double(), right, **TOLERANCE[dtype])
+
+
+@pytest.mark.full
+def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> None:
+    """As where heads are equal; long enough for several parts, with a shorter one beside it."""
+    size, lengths = 16, torch.tensor([700, 3])
+    draw = seeded(1)
+    caches = [torch.randn(90, 2, size, 16, generator=draw) for _ in range(2)]
+    gone, none = torch.tensor([[40], [0]]), torch.zeros(2, 1, 2, dtype=torch.int64)
+    table = torch.stack([torch.randperm(45, generator=draw) + 45 * row for row in range(2)])
+    held = EntriesInPages(PageLayout(none, gone, gone // size, none[..., 0]), table, lengths, none, 700)
+    rings = torch.randn(2, 2, 5, 2, 8, generator=draw)
+    columns, last = torch.zeros(2, 90 * 2 * size), torch.tensor([[690, 699], [1, 2]])
+    queries = RecordedQueries(rings, torch.tensor([1, 0]), torch.tensor([[3, 4], [0, 1]]))
+    add_received_in_pages(caches, range(2), queries, held, ColumnTarget(columns, last, lengths, Softmax(0.5)))
+    for layer, (row, (first, count)), head in product(range(2), enumerate(((40 // size, 660), (0, 3))), range(2)):
+        entry = torch.arange(count)
+        block = table[row, first + entry // size]
+        keys = caches[layer][block, head, entry % size, :8].double()
+        right = torch.zeros(count, dtype=torch.float64)
+        for n in range(2):
+            query = rings[layer, queries.slots[row], queries.places[row, n], head].double()
+            seen = entry + int(gone[row]) <= last[row, n]
+            right[seen] += (keys[seen] @ query * 0.5).softmax(0)
+        made = columns[layer, (block * 2 + head) * size + entry % size]
+        torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("sums_of", GroupReduction)
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_what_is_no_number_in_pages_spoils_its_own_head_only(
+    implementation: str, strange: float, sums_of: GroupReduction
+) -> None:
+    case = Case.draw([9], [9], 2, 4, 8, torch.float32)
+    spoilt = _slots(case.rows[0], 1, 4)
+    slot = spoilt[2][0]
+    layer, *there = at(slot, 4, 2, len(case.caches[0]))
+    case.caches[layer][tuple(there)][0] = strange
+    column = torch.zeros(*case.bias.shape, *sums_of.shape(2))
+    received = ColumnTarget(column, torch.tensor([[8, 8]]), torch.tensor([9]), Softmax(0.3), sums_of)
+    queries = RecordedQueries(torch.ones(1, 1, 2, 4, 8), torch.tensor([0]), torch.arange(2)[None])
+    add_received_in_pages(case.caches, range(1, 2), queries, in_pages(case, 2), received)
+    whole = [slot for slot, _ in _slots(case.rows[0], 0, 4)]
+    assert column[1, whole].isfinite().all() and column[1, [slot for slot, _ in spoilt]].isnan().all()
