@@ -32,16 +32,8 @@ from keepset.kernels.window import add_received, add_received_in_pages
 from tests.posing import LAUNCHED
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
-_TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.bool: "*i1",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
+_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.bool: "*i1"}
+_TYPES |= {torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 BLOCKS, SIZE, LAYERS = 12, 16, 2
 LENGTHS = 2048, 300, 5001
 """Entries of a head, or tokens of a request."""

@@ -105,6 +105,10 @@ def in_4_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
     return coded, replace(packed, keys=whole[0], values=whole[1])
 
 
+STORED = {16: lambda packed: (packed, packed), 8: in_8_bits, 4: in_4_bits}
+"""Heads as they are stored, and as numbers, by bits."""
+
+
 def heads_of(packed: PackedHeads) -> list[tuple[HeadRun, int]]:
     """Each head: its run, and which of the run's heads it is."""
     return [(run, i) for run in packed.runs for i in range(run.heads)]
@@ -173,7 +177,7 @@ def test_is_a_masked_softmax_over_each_heads_entries(
     packed = packed_heads(counts, (head_dim, value_dim), dtype, spare=2)
     if biased:
         packed = replace(packed, bias=torch.randn(len(packed.keys), generator=draw).to(dtype))
-    stored, written = {16: lambda packed: (packed, packed), 8: in_8_bits, 4: in_4_bits}[bits](packed)
+    stored, written = STORED[bits](packed)
     # As models make them: token by token.
     queries = torch.randn(batch, n, kv_heads * group, head_dim, generator=draw).to(dtype).transpose(1, 2)
     # A part of a longer call's.

@@ -14,13 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepset.core.feature import Chunk
 from keepset.core.features.attention import AttentionColumns
 from keepset.kernels import columns
-from keepset.kernels.columns import (
-    ColumnStatistic,
-    attention_columns,
-    attention_with_lse,
-    log_sum_exp,
-    mean_square_attention,
-)
+from keepset.kernels.columns import ColumnStatistic, attention_columns, attention_with_lse
 from keepset.kernels.softmax import Softmax
 from tests.kernels.test_attention import other_softmax, seeded
 from tests.on_gpu import pretends
@@ -191,7 +185,7 @@ def test_statistics_of_the_newest_queries_columns(
     queries, keys = tensors(n, n + past, kv_heads, group, head_dim, dtype)
     attention, lse = dense(queries, keys)
     exact = dtype == torch.float32
-    made = log_sum_exp(queries, keys, Softmax(SCALING)).double()
+    made = columns.log_sum_exp(queries, keys, Softmax(SCALING)).double()
     torch.testing.assert_close(made, lse, rtol=0, atol=1e-5 if exact else 0.02)
     # As attention gives it, token by token.
     by_token = lse.float().T.contiguous().T
@@ -211,11 +205,11 @@ def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
     output, made = attention_with_lse(queries, keys, values, softmax)
     torch.testing.assert_close(output.double(), attention @ values.double().repeat_interleave(3, 0), **EXACT)
     torch.testing.assert_close(made.double(), lse, **EXACT)
-    torch.testing.assert_close(log_sum_exp(queries, keys, softmax).double(), lse, **EXACT)
+    torch.testing.assert_close(columns.log_sum_exp(queries, keys, softmax).double(), lse, **EXACT)
     check(attention_columns(queries, keys, softmax=softmax, names=NAMES), of_matrix(attention))
     check(attention_columns(queries, keys, softmax=softmax, names=NAMES, lse=made), of_matrix(attention))
     later, _ = dense(queries, keys, causal=False, softmax=softmax)
-    squares = mean_square_attention(queries, keys, softmax)
+    squares = columns.mean_square_attention(queries, keys, softmax)
     torch.testing.assert_close(squares, later.square().mean(1).float(), rtol=1e-4, atol=1e-7)
 
 
@@ -223,7 +217,9 @@ def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
 def test_statistics_of_queries_after_all_entries(implementation: str, n: int, entries: int) -> None:
     queries, keys = tensors(n, entries, 2, 3, 5, torch.float32)
     attention, lse = dense(queries, keys, causal=False)
-    torch.testing.assert_close(log_sum_exp(queries, keys, Softmax(SCALING), causal=False).double(), lse, **EXACT)
+    torch.testing.assert_close(
+        columns.log_sum_exp(queries, keys, Softmax(SCALING), causal=False).double(), lse, **EXACT
+    )
     check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, causal=False), of_matrix(attention))
 
 
@@ -233,7 +229,7 @@ def test_few_queries_over_many_entries(triton_interpreted: None, causal: bool, m
     monkeypatch.setattr("keepset.kernels.dispatch.processors", lambda device: 64)
     queries, keys = tensors(9, 700, 1, 3, 5, torch.float32)
     attention, lse = dense(queries, keys, causal)
-    torch.testing.assert_close(log_sum_exp(queries, keys, Softmax(SCALING), causal).double(), lse, **EXACT)
+    torch.testing.assert_close(columns.log_sum_exp(queries, keys, Softmax(SCALING), causal).double(), lse, **EXACT)
     check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, causal=causal), of_matrix(attention))
 
 
@@ -241,7 +237,7 @@ def test_of_no_queries_nothing_is_received(implementation: str) -> None:
     none, keys = torch.zeros(4, 0, 3), torch.ones(2, 6, 3)
     received = attention_columns(none, keys, softmax=Softmax(1.0), names=NAMES)
     assert all(column.tolist() == [[0.0] * 6] * 4 for column in received.values())
-    assert mean_square_attention(none, keys, Softmax(1.0)).tolist() == [[0.0] * 6] * 4
+    assert columns.mean_square_attention(none, keys, Softmax(1.0)).tolist() == [[0.0] * 6] * 4
 
 
 @pytest.mark.parametrize("names", [["sum"], ["max"], ["square"], []])
@@ -295,5 +291,5 @@ def test_mean_squares_in_blocks(
     # Rotated in float32, from queries of the model's precision, to which kernels of a GPU round them again.
     queries, keys = tensors(n, entries, kv_heads, group, size, dtype)
     attention, _ = dense(2 * queries, keys, causal=False)
-    made = mean_square_attention(2 * queries.float(), keys, Softmax(SCALING))
+    made = columns.mean_square_attention(2 * queries.float(), keys, Softmax(SCALING))
     torch.testing.assert_close(made, attention.square().mean(1).float(), rtol=1e-4, atol=1e-7)

@@ -15,16 +15,7 @@ from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, PageLayout
 from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import add_received, add_received_in_pages, received_attention
 from tests.kernels.quantised import ALL_FORMATS
-from tests.kernels.test_attention import (
-    COUNTS,
-    attention_of,
-    heads_of,
-    in_4_bits,
-    in_8_bits,
-    other_softmax,
-    packed_heads,
-    seeded,
-)
+from tests.kernels.test_attention import COUNTS, STORED, attention_of, heads_of, other_softmax, packed_heads, seeded
 from tests.kernels.test_paged import Case, _slots, at, stored_as
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}
@@ -93,7 +84,7 @@ def test_sums(
     draw = seeded(n)
     if group == 3:
         packed = replace(packed, bias=torch.randn(len(packed.keys), generator=draw))
-    stored, written = {16: lambda packed: (packed, packed), 8: in_8_bits, 4: in_4_bits}[bits](packed)
+    stored, written = STORED[bits](packed)
     queries = torch.randn(batch, n, kv_heads * group, 10, generator=draw).to(dtype).transpose(1, 2)
     last = torch.randint(-1, 12, (batch, n), generator=draw).sort().values
     column = torch.ones(len(packed.keys), *sums_of.shape(group))
