@@ -159,18 +159,9 @@ def expected(
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("kind", range(4))
 def test_is_a_masked_softmax_over_each_heads_entries(
-    implementation: str,
-    counts: list[list[int]],
-    group: int,
-    head_dim: int,
-    value_dim: int,
-    n: int,
-    causal: bool,
-    biased: bool,
-    bits: int,
-    kind: int,
-    dtype: torch.dtype,
-) -> None:
+    implementation: str, counts: list[list[int]], group: int, head_dim: int, value_dim: int, n: int, causal: bool,
+    biased: bool, bits: int, kind: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
     batch, kv_heads, draw = len(counts), len(counts[0]), seeded(4)
     if bits == 4:  # two numbers share a byte
         head_dim, value_dim = 2 * head_dim, 2 * value_dim

@@ -130,13 +130,9 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
 )
 @pytest.mark.parametrize("n", [1, 37])
 def test_operators_that_a_gpu_is_given(
-    n: int,
-    dtype: torch.dtype,
-    sizes: tuple[int, int],
-    modern: bool,
-    operator: tuple[str, list[int]] | None,
+    n: int, dtype: torch.dtype, sizes: tuple[int, int], modern: bool, operator: tuple[str, list[int]] | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Nothing is computed: tensors without data, of a GPU, by PyTorch's own rules for the shapes of what comes back."""
     monkeypatch.setattr(columns, "has_bfloat16", lambda device: modern)
     monkeypatch.setattr(columns, "log_sum_exp", lambda queries, *_: queries.new_empty(8, n, dtype=torch.float32))
@@ -278,15 +274,9 @@ def test_chunks_of_a_prompt_add_up_to_the_whole(with_lse: bool) -> None:
     [(1, 8, 5, 7, 10), (2, 3, 33, 20, 5), (3, 1, 1, 1, 4), (2, 2, 9, 300, 8)],
 )
 def test_mean_squares_in_blocks(
-    implementation: str,
-    monkeypatch: pytest.MonkeyPatch,
-    kv_heads: int,
-    group: int,
-    n: int,
-    entries: int,
-    size: int,
+    implementation: str, monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, n: int, entries: int, size: int,
     dtype: torch.dtype,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(columns, "CACHE_BLOCK", 200)
     # Rotated in float32, from queries of the model's precision, to which kernels of a GPU round them again.
     queries, keys = tensors(n, entries, kv_heads, group, size, dtype)

@@ -44,13 +44,9 @@ def as_read(keys: Tensor) -> Tensor:
 
 
 def attention(
-    heads: FitProblem,
-    head: int,
-    kept: Tensor | slice = slice(None),
-    biases: Tensor | float = 0.0,
-    softmax: Softmax = PLAIN,
-    keys: Tensor | None = None,
-) -> np.ndarray:
+    heads: FitProblem, head: int, kept: Tensor | slice = slice(None), biases: Tensor | float = 0.0,
+    softmax: Softmax = PLAIN, keys: Tensor | None = None,
+) -> np.ndarray:  # fmt: skip
     """Of every query over some entries alone, from their own logits; each query is a head of the softmax."""
     keys = heads.keys[head][kept] if keys is None else keys
     added, products = heads.added[head][kept] + biases, heads.queries[head].double() @ keys.double().T * 0.4

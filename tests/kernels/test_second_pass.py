@@ -34,13 +34,9 @@ def pair(seed: int, heads: int, n: int, value_dim: int) -> tuple[Tensor, Tensor]
 
 
 def check(
-    made: tuple[Tensor, dict[str, Tensor]],
-    queries: Tensor,
-    entries: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    softmax: Softmax,
-    pieces: Sequence[PackedSequence],
-) -> None:
+    made: tuple[Tensor, dict[str, Tensor]], queries: Tensor, entries: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor],
+    softmax: Softmax, pieces: Sequence[PackedSequence],
+) -> None:  # fmt: skip
     """Output, and columns of attention to the entries, against attention number by number, piece by piece."""
     output, received = made
     (heads, n, _), cached, first = queries.shape, entries[0].shape[1], 0

@@ -70,15 +70,9 @@ def expected(
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("kind", range(4))
 def test_sums(
-    implementation: str,
-    counts: list[list[int]],
-    dtype: torch.dtype,
-    n: int,
-    group: int,
-    sums_of: GroupReduction,
-    bits: int,
-    kind: int,
-) -> None:
+    implementation: str, counts: list[list[int]], dtype: torch.dtype, n: int, group: int, sums_of: GroupReduction,
+    bits: int, kind: int,
+) -> None:  # fmt: skip
     """Some of the queries see nothing, or do not exist."""
     packed, batch, kv_heads = packed_heads(counts, (10, 6), dtype, spare=2), len(counts), len(counts[0])
     draw = seeded(n)
@@ -103,15 +97,9 @@ def test_sums(
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("kind", range(4))
 def test_sums_of_heads_that_lie_apart(
-    implementation: str,
-    sums_of: GroupReduction,
-    group: int,
-    n: int,
-    dtype: torch.dtype,
-    by_token: bool,
-    holes: bool,
+    implementation: str, sums_of: GroupReduction, group: int, n: int, dtype: torch.dtype, by_token: bool, holes: bool,
     kind: int,
-) -> None:
+) -> None:  # fmt: skip
     """As a model makes keys: head by head, or token by token; some entries do not exist, and have biases."""
     heads, entries, size, draw = 3, 90, 12, seeded(5)
     shape = (entries, heads, size) if by_token else (heads, entries, size)
