@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from keepset.kernels.packed import PackedHeads
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, PageLayout, RecordedQueries
 from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import add_received, add_received_in_pages, received_attention
@@ -175,43 +176,47 @@ def positions_of(case: Case, size: int) -> Tensor:
     return column.view(torch.float32)
 
 
+def unwritten(case: Case) -> Tensor:
+    """How many of each request's newest entries have no number yet."""
+    return torch.tensor([min(2, row.length) for row in case.rows])
+
+
 def place(case: Case, slot: int) -> tuple[int, int]:
     """Of a slot as the second layer numbers it: its layer, and its place there."""
     slots = case.bias.shape[1]
     return (1 + slot // slots) % 2, slot % slots
 
 
-def expected_in_pages(
-    case: Case, queries: Tensor, received: ColumnTarget, unwritten: list[int]
-) -> dict[tuple[int, int, int, int], Tensor]:
-    """By request, head, entry and slot the numbers of the second layer."""
-    blocks, kv_heads, size, width = case.caches[0].shape
-    group, sums = queries.shape[1] // kv_heads, {}
-    sinks = received.softmax.sinks
+def check_in_pages(
+    case: Case, caches: list[Tensor], formats: list[PageFormat], queries: RecordedQueries, received: ColumnTarget,
+    layers: int = 2,
+) -> None:  # fmt: skip
+    """Numbers of the second layer are those of its entries, one by one; all others are what they were."""
+    _, kv_heads, size, _ = case.caches[0].shape
+    add_received_in_pages(caches, range(1, 2), queries, in_pages(case, layers), received, formats)
+    some = [queries.rings[0, slot, of] for slot, of in zip(queries.slots, queries.places, strict=True)]
+    group, sinks = some[0].shape[1] // kv_heads, received.softmax.sinks
     softmax = replace(received.softmax, sinks=None if sinks is None else sinks[1])
-    for r, row in enumerate(case.rows):
-        for head in range(kv_heads):
-            slots, kept = _slots(row, head, size), int(case.layout.counts[r, 0, head])
-            made = torch.zeros(len(slots), group if received.sums_of == "each" else 1, dtype=torch.float64)
-            made[: len(slots) - unwritten[r]] = BEFORE
-            for n in range(queries.shape[2]):
-                last = int(received.last_visible[r, n])
-                seen = [i for i, (_, position) in enumerate(slots) if position <= last]
-                if received.positions is None:  # what was kept lies just before what came since
-                    seen = [i for i in range(len(slots)) if i + row.length - len(slots) <= last]
-                keys, biases = torch.zeros(len(seen), width // 2, dtype=torch.float64), torch.zeros(len(seen))
-                for row_of_keys, i in enumerate(seen):
-                    layer, *there = at(slots[i][0], size, kv_heads, blocks)
-                    keys[row_of_keys] = case.caches[layer][tuple(there)][: width // 2]
-                    if received.bias is not None and i < kept:
-                        biases[row_of_keys] = case.bias[place(case, slots[i][0])]
-                heads = range(head * group, head * group + group)
-                products = queries[r, heads, n].double() @ keys.T * softmax.scaling
-                paid = received_of(products, softmax, heads, received.sums_of, biases)
-                for i, numbers in zip(seen, paid.T, strict=True):
-                    made[i] += numbers
-            sums |= {(r, head, i, slots[i][0]): each for i, each in enumerate(made)}
-    return sums
+    made = [received.column, *received.own]
+    right = [None if of is None else torch.full_like(of, BEFORE, dtype=torch.float64) for of in made]
+    for (r, row), head in product(enumerate(case.rows), range(kv_heads)):
+        slots, (positions, numbers, biases) = _slots(row, head, size), case.held(r, head)
+        if received.positions is None:  # what was kept lies just before what came since
+            positions = torch.arange(len(slots)) + row.length - len(slots)
+        sums = torch.full((len(slots), group if received.sums_of == "each" else 1), BEFORE, dtype=torch.float64)
+        sums[len(slots) - int(received.unwritten[r]) :] = 0.0
+        heads = range(head * group, head * group + group)
+        for query, last in zip(some[r].double(), received.last_visible[r], strict=True):
+            seen, added = positions <= last, biases * (received.bias is not None)
+            products = query[heads] @ numbers[seen, : query.shape[1]].T * softmax.scaling
+            sums[seen] += received_of(products, softmax, heads, received.sums_of, added[seen]).T
+        for i, ((slot, _), own) in enumerate(zip(slots, sums, strict=True)):
+            private = right[1 + r] if received.own else None
+            target, there = (right[0], place(case, slot)) if private is None else (private, (1, head, i))
+            target[there] = own.view(target.shape[len(there) :])
+    for of, whole in zip(right, made, strict=True):
+        if of is not None and whole is not None:
+            torch.testing.assert_close(whole.double(), of, **TOLERANCE[queries.rings.dtype])
 
 
 @pytest.mark.cross
@@ -232,28 +237,14 @@ def test_sums_in_pages(
     slots = torch.randperm(2 * rows, generator=draw).clamp(max=rows + 1)[::2]  # not one after another
     at_places = torch.randint(6, (rows, n), generator=draw)
     last = torch.stack([torch.randint(-1, row.length, (n,), generator=draw) for row in case.rows]).sort().values
-    unwritten = [min(2, row.length) for row in case.rows]
     columns = torch.full((*case.bias.shape, *sums_of.shape(group)), BEFORE)
     room = 2, kv_heads, 24, *sums_of.shape(group)
     own = [torch.full(room, BEFORE) if row in (1, 2) else None for row in range(rows)] if positioned else []
     bias, positions = case.bias if group == 3 else None, positions_of(case, size) if positioned else None
     sinks = torch.randn(2, kv_heads * group, generator=draw) if softmax == "sinks" else None
     makes = Softmax(0.3, None if softmax == "plain" else 0.7, sinks)
-    received = ColumnTarget(columns, last, torch.tensor(unwritten), makes, sums_of, bias, positions, own)
-    held, queries = in_pages(case, 2), RecordedQueries(rings, slots, at_places)
-    add_received_in_pages(case.caches, range(1, 2), queries, held, received)
-    few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
-    right = torch.full_like(columns, BEFORE, dtype=torch.float64)
-    rights = [None if of is None else torch.full_like(of, BEFORE, dtype=torch.float64) for of in own]
-    for (row, head, i, slot), each in expected_in_pages(case, few, received, unwritten).items():
-        if own and (of := rights[row]) is not None:
-            of[1, head, i] = each.view(of.shape[3:])
-        else:
-            right[place(case, slot)] = each.view(right.shape[2:])
-    torch.testing.assert_close(columns.double(), right, **TOLERANCE[dtype])
-    for of, made in zip(rights, own, strict=True):
-        if of is not None and made is not None:
-            torch.testing.assert_close(made.double(), of, **TOLERANCE[dtype])
+    received = ColumnTarget(columns, last, unwritten(case), makes, sums_of, bias, positions, own)
+    check_in_pages(case, case.caches, [], RecordedQueries(rings, slots, at_places), received)
 
 
 @pytest.mark.few
@@ -269,41 +260,19 @@ def test_sums_over_quantised_pages(
     rings = torch.randn(1, rows, 3, kv_heads * group, dim, generator=draw).to(dtype)
     slots, at_places = torch.randperm(rows, generator=draw), torch.randint(3, (rows, 2), generator=draw)
     last = torch.tensor([[row.length - 2, row.length - 1] for row in case.rows])
-    columns, unwritten = torch.full(case.bias.shape, BEFORE), [min(2, row.length) for row in case.rows]
-    received = ColumnTarget(columns, last, torch.tensor(unwritten), Softmax(0.3), bias=case.bias)
-    queries = RecordedQueries(rings, slots, at_places)
-    add_received_in_pages(stored, range(1, 2), queries, in_pages(case, 2), received, [how])
-    few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
-    right = torch.full_like(columns, BEFORE, dtype=torch.float64)
-    for (_, _, _, slot), each in expected_in_pages(case, few, received, unwritten).items():
-        right[place(case, slot)] = each[0]
-    torch.testing.assert_close(columns.double(), right, **TOLERANCE[dtype])
+    columns = torch.full(case.bias.shape, BEFORE)
+    received = ColumnTarget(columns, last, unwritten(case), Softmax(0.3), bias=case.bias)
+    check_in_pages(case, stored, [how], RecordedQueries(rings, slots, at_places), received)
 
 
-@pytest.mark.full
-def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> None:
-    """As where heads are equal; long enough for several parts, with a shorter one beside it."""
-    size, lengths = 16, torch.tensor([700, 3])
-    draw = seeded(1)
-    caches = [torch.randn(90, 2, size, 16, generator=draw) for _ in range(2)]
-    gone, none = torch.tensor([[40], [0]]), torch.zeros(2, 1, 2, dtype=torch.int64)
-    table = torch.stack([torch.randperm(45, generator=draw) + 45 * row for row in range(2)])
-    held = EntriesInPages(PageLayout(none, gone, gone // size, none[..., 0]), table, lengths, none, 700)
-    rings = torch.randn(2, 2, 5, 2, 8, generator=draw)
-    columns, last = torch.zeros(2, 90 * 2 * size), torch.tensor([[690, 699], [1, 2]])
-    queries = RecordedQueries(rings, torch.tensor([1, 0]), torch.tensor([[3, 4], [0, 1]]))
-    add_received_in_pages(caches, range(2), queries, held, ColumnTarget(columns, last, lengths, Softmax(0.5)))
-    for layer, (row, (first, count)), head in product(range(2), enumerate(((40 // size, 660), (0, 3))), range(2)):
-        entry = torch.arange(count)
-        block = table[row, first + entry // size]
-        keys = caches[layer][block, head, entry % size, :8].double()
-        right = torch.zeros(count, dtype=torch.float64)
-        for n in range(2):
-            query = rings[layer, queries.slots[row], queries.places[row, n], head].double()
-            seen = entry + int(gone[row]) <= last[row, n]
-            right[seen] += (keys[seen] @ query * 0.5).softmax(0)
-        made = columns[layer, (block * 2 + head) * size + entry % size]
-        torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-7)
+def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where heads are equal; long enough for several parts, with shorter ones beside them."""
+    monkeypatch.setattr("keepset.kernels.triton.paged_window.LEAST_PART", 16)
+    case, last = Case.draw([108, 100, 3], [1, 1, 3], 2, 16, 8, torch.float32), [[95, 107], [90, 99], [1, 2]]
+    target = torch.full(case.bias.shape, BEFORE), torch.tensor(last), unwritten(case), Softmax(0.5)
+    places = torch.tensor([1, 0, 2]), torch.tensor([[3, 4], [0, 1], [2, 0]])
+    queries = RecordedQueries(torch.randn(1, 3, 5, 4, 8, generator=seeded(1)), *places)
+    check_in_pages(case, case.caches, [], queries, ColumnTarget(*target), layers=1)
 
 
 @pytest.mark.parametrize("sums_of", GroupReduction)

@@ -25,6 +25,7 @@ from keepset.paged.step import ScheduledRequest, StepBatch
 pytest.importorskip("triton")
 from keepset.kernels.triton import paged_window
 from tests.kernels.codes import check_same_codes
+from tests.kernels.interpreter import Noted
 from tests.methods.naive import Shape, random_statistics
 from tests.paged import layers
 from tests.posing import Gpu, Posing
@@ -357,13 +358,6 @@ def decoded(recipe: str, caches: Tensor, gpu: Gpu | None) -> tuple[LayerGroup, l
     return group, counted
 
 
-class Nothing:
-    """A kernel that is not run."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
@@ -386,7 +380,7 @@ def test_adding_up_launches_the_same_for_any_number_of_layers(recipe: str, trito
         with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
             if number > 2:
                 for name in ("_paged_lse", "_add_in_pages"):
-                    patch.setattr(getattr(paged_window, name), "_kernel", Nothing())
+                    patch.setattr(getattr(paged_window, name), "_kernel", Noted())
             posing, steps = decoded(recipe, there, gpu)
         counted.append(steps)
         if number == 2:
