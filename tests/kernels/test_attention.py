@@ -125,11 +125,8 @@ def attention_of(logits: Tensor, softmax: Softmax, head: int, bias: Tensor | flo
     return torch.tensor([power / (sum(powers) + sunk) for power in powers], dtype=torch.float64)
 
 
-def expected(
-    queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float | Softmax, at: Tensor | None
-) -> Tensor:
+def expected(queries: Tensor, packed: PackedHeads, kv_heads: int, softmax: Softmax, at: Tensor | None) -> Tensor:
     """Softmax head by head and query by query; `at` are positions of queries that see no later entries."""
-    softmax = scaling if isinstance(scaling, Softmax) else Softmax(scaling)
     batch, query_heads, n, _ = queries.shape
     heads = heads_of(packed)
     output = torch.zeros(batch, n, query_heads, packed.values.shape[1], dtype=torch.float64)
@@ -190,7 +187,7 @@ def test_many_new_queries_over_other_head_sizes(triton_interpreted: None, head_d
     packed = packed_heads([[12, 7]], (head_dim, head_dim), torch.bfloat16, spare=0)
     queries, at = torch.randn(1, 16, 9, head_dim, generator=seeded(1)).bfloat16(), torch.arange(3, 12)[None]
     output = ragged_attention(queries, [packed], Softmax(head_dim**-0.5), at)
-    right = expected(queries, packed, 2, head_dim**-0.5, at)
+    right = expected(queries, packed, 2, Softmax(head_dim**-0.5), at)
     torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.bfloat16])
 
 
@@ -199,10 +196,8 @@ def test_long_heads_of_8_bits_are_attended_piece_by_piece() -> None:
     stored, written = in_8_bits(packed_heads([[3000] * 3], (64, 64), torch.float32, spare=1))
     assert len(stored.runs) == 1 and [piece.heads for piece in stored.pieces] == [1, 1, 1]
     queries = torch.randn(1, 6, 1, 64, generator=seeded(1))
-    right = expected(queries, written, 3, 0.1, None)
-    torch.testing.assert_close(
-        ragged_attention(queries, [stored], Softmax(0.1)).double(), right, **TOLERANCE[torch.float32]
-    )
+    right, made = expected(queries, written, 3, Softmax(0.1), None), ragged_attention(queries, [stored], Softmax(0.1))
+    torch.testing.assert_close(made.double(), right, **TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
@@ -233,7 +228,7 @@ def test_heads_of_many_stores(implementation: str, head_dim: int, dtype: torch.d
     at = None if n == 1 else torch.tensor([[3, 4, 5]]).expand(4, -1).contiguous()
     together = ragged_attention(queries, stores, Softmax(0.3), at)
     for row, store in enumerate(stores):
-        right = expected(queries[row : row + 1], store, 2, 0.3, None if at is None else at[row : row + 1])
+        right = expected(queries[row : row + 1], store, 2, Softmax(0.3), None if at is None else at[row : row + 1])
         torch.testing.assert_close(together[row : row + 1].double(), right, **TOLERANCE[dtype])
 
 

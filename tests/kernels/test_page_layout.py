@@ -41,14 +41,9 @@ def check(rows: list[Row], block_size: int, spare: int) -> None:
 
 def append(rows: list[Row], tokens: list[int], block_size: int) -> None:
     """So many new tokens for each request in one step: their slots are where the allocators put them."""
-    expected: list[list[int]] = [[] for _ in rows[0].layers]
     batch = [(r, rows[r].length + i) for r, n in enumerate(tokens) for i in range(n)]
-    for r, _ in batch:
-        for index, allocator in enumerate(rows[r].layers):
-            allocator.append()
-            for head, own in enumerate(allocator.heads):
-                subpage = rows[r].subpages(index, head)[-1]
-                expected[index].append(subpage * block_size + (len(own.held) - 1) % block_size)
+    appended = [rows[r].append() for r, _ in batch]
+    expected = [[slot for new in appended for slot in new[index]] for index in range(len(rows[0].layers))]
     places = torch.tensor(batch, dtype=torch.int64).reshape(-1, 2)
     layout, _, pages = tables_of(rows, block_size, 0)
     found = slots(layout, pages, places[:, 1], places[:, 0], block_size)
