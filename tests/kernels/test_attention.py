@@ -191,12 +191,14 @@ def test_many_new_queries_over_other_head_sizes(triton_interpreted: None, head_d
     torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.bfloat16])
 
 
-def test_long_heads_of_8_bits_are_attended_piece_by_piece() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_heads_of_few_bits_are_attended_piece_by_piece(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense run of several heads, whose copies as floating-point numbers are more than a core's cache holds."""
-    stored, written = in_8_bits(packed_heads([[3000] * 3], (64, 64), torch.float32, spare=1))
-    assert len(stored.runs) == 1 and [piece.heads for piece in stored.pieces] == [1, 1, 1]
-    queries = torch.randn(1, 6, 1, 64, generator=seeded(1))
-    right, made = expected(queries, written, 3, Softmax(0.1), None), ragged_attention(queries, [stored], Softmax(0.1))
+    stored, written = STORED[bits](packed_heads([[30] * 5], (64, 64), torch.float32, spare=1))
+    monkeypatch.setattr("keepset.kernels.packed.CACHE_BLOCK", 2 * 30 * 64)
+    assert len(stored.runs) == 1 and [piece.heads for piece in stored.pieces] == [2, 2, 1]
+    queries = torch.randn(1, 10, 1, 64, generator=seeded(1))
+    right, made = expected(queries, written, 5, Softmax(0.1), None), ragged_attention(queries, [stored], Softmax(0.1))
     torch.testing.assert_close(made.double(), right, **TOLERANCE[torch.float32])
 
 

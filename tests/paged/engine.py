@@ -185,26 +185,16 @@ class Engine:
         width = MOST // BLOCK
         tables = [request.blocks[group.leader] for request in requests]
         batch = StepBatch(
-            scheduled,
-            torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
-            torch.tensor([one.after for one in scheduled], dtype=torch.int32),
-            torch.tensor(slots),
-            torch.tensor(starts, dtype=torch.int32),
-            max(tokens.values()),
-        )
+            scheduled, torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+            torch.tensor([one.after for one in scheduled], dtype=torch.int32), torch.tensor(slots),
+            torch.tensor(starts, dtype=torch.int32), max(tokens.values()),
+        )  # fmt: skip
         return batch, self.events.plan(group.paged, batch)
 
     def _attend(
-        self,
-        group: Group,
-        layer: int,
-        place: int,
-        batch: StepBatch,
-        plan: StepPlan,
-        requests: list[Request],
-        tokens: dict[int, int],
-        wrong: Mapping[int, int],
-    ) -> Tensor:
+        self, group: Group, layer: int, place: int, batch: StepBatch, plan: StepPlan, requests: list[Request],
+        tokens: dict[int, int], wrong: Mapping[int, int],
+    ) -> Tensor:  # fmt: skip
         """Writes and attends as told; returns the step's queries."""
         spans = [(request, request.length - tokens[request.number], request.length) for request in requests]
         right = torch.cat(
@@ -329,19 +319,11 @@ def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observatio
     window = torch.arange(at - recipe.method.traits.needs.window, at)
     queries = all_queries[:, window.clamp(min=0)].masked_fill((window < 0)[:, None], 0.0)
     seen = Observation(
-        keys=keys,
-        values=values,
-        positions=positions,
-        valid=valid,
-        queries=queries[None] if len(window) else None,
-        query_positions=window[None] if len(window) else None,
-        lengths=torch.tensor([at]),
-        prompts=torch.tensor([request.prompt]),
-        softmax=Softmax(SCALING),
-        layer=layer,
-        layers=range(len(LAYERS)),
+        keys=keys, values=values, positions=positions, valid=valid, queries=queries[None] if len(window) else None,
+        query_positions=window[None] if len(window) else None, lengths=torch.tensor([at]),
+        prompts=torch.tensor([request.prompt]), softmax=Softmax(SCALING), layer=layer, layers=range(len(LAYERS)),
         state=state,
-    )
+    )  # fmt: skip
     if at == request.prompt:
         return seen
     return seen.with_features(

@@ -1,10 +1,6 @@
-"""Pages that keep an entry's numbers in order, at any strides; and what works where there is no engine."""
+"""Pages that keep an entry's numbers in order, at any strides."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,18 +50,3 @@ def test_strided_pages_are_their_logical_view(dtype: torch.dtype, order: tuple[i
         assert torch.equal(cache[place], torch.cat((new_keys[entry], new_values[entry])))
         before[place] = cache[place]
     assert torch.equal(cache, before) and not torch.equal(logical(), old)
-
-
-@pytest.mark.full  # of the caches themselves `make check` says it, too
-def test_paged_caches_and_their_tests_are_imported_without_an_engine() -> None:
-    code = """
-import importlib, pathlib, sys
-sys.modules["vllm"] = sys.modules["transformers"] = None
-for folder in ("keepset/paged", "tests/paged"):
-    for file in pathlib.Path(folder).glob("*.py"):
-        importlib.import_module(f"{folder}/{file.stem}".replace("/", "."))
-assert "keepset.paged.planner" in sys.modules and "tests.paged.test_pages" in sys.modules
-"""
-    root = Path(__file__).parents[2]
-    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
