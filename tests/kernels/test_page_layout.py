@@ -66,14 +66,7 @@ def compress(row: Row, data: st.DataObject, block_size: int) -> None:
 
 
 @examples(150)
-@given(
-    data=st.data(),
-    kv_heads=KV_HEADS,
-    block_size=SIZES,
-    layers=st.integers(1, 2),
-    requests=st.integers(1, 3),
-    steps=st.integers(1, 5),
-)
+@given(st.data(), KV_HEADS, SIZES, st.integers(1, 2), st.integers(1, 3), st.integers(1, 5))
 def test_tables_and_slots_are_those_of_an_allocator(
     data: st.DataObject, kv_heads: int, block_size: int, layers: int, requests: int, steps: int
 ) -> None:
@@ -96,12 +89,7 @@ def test_tables_and_slots_are_those_of_an_allocator(
 
 
 @examples(150)
-@given(
-    data=st.data(),
-    kv_heads=st.sampled_from([1, 3, 8]),
-    block_size=st.sampled_from([1, 2, 4, 7]),
-    length=st.integers(1, 40),
-)
+@given(st.data(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 2, 4, 7]), st.integers(1, 40))
 def test_blocks_needed_is_the_least_that_ever_suffices(
     data: st.DataObject, kv_heads: int, block_size: int, length: int
 ) -> None:
@@ -121,7 +109,7 @@ def test_blocks_needed_is_the_least_that_ever_suffices(
 
 
 @examples(150)
-@given(data=st.data(), kv_heads=KV_HEADS, block_size=SIZES, layers=st.integers(1, 3))
+@given(st.data(), KV_HEADS, SIZES, st.integers(1, 3))
 def test_after_shared_pages_a_request_writes_to_its_own(
     data: st.DataObject, kv_heads: int, block_size: int, layers: int
 ) -> None:

@@ -80,20 +80,17 @@ def entries_of(
     return {
         "keys": torch.randn(*shape, head_dim, generator=draw).to(dtype),
         "values": torch.randn(*shape, value_dim, generator=draw).to(dtype),
-        "positions": torch.randint(LONGEST, shape, generator=draw).sort().values,
-        "new": valid & ~scored,
+        "positions": torch.randint(LONGEST, shape, generator=draw).sort().values, "new": valid & ~scored,
         "known": known.where(valid & scored, 0),
-    }
+    }  # fmt: skip
 
 
 CASES = [
-    (5, 5, 6, 70, torch.float32),
-    (6, 11, 70, 9, torch.float32),
-    (80, 80, 20, 66, torch.bfloat16),
+    (5, 5, 6, 70, torch.float32), (6, 11, 70, 9, torch.float32), (80, 80, 20, 66, torch.bfloat16),
     pytest.param(64, 64, 64, 70, torch.float16, marks=pytest.mark.full),
     pytest.param(128, 128, 70, 20, torch.bfloat16, marks=pytest.mark.full),
     pytest.param(256, 256, 32, 20, torch.float32, marks=pytest.mark.full),
-]
+]  # fmt: skip
 
 
 @pytest.mark.few

@@ -22,6 +22,8 @@ from tests.methods.naive import EXACT
 from tests.tiers import examples
 
 NAMES = {"sum", "max", "square"}
+SIZES = st.tuples(*(st.integers(1, most) for most in (3, 3, 20, 5, 4)))
+TOKENS = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 def random(seed: int, *sizes: int) -> Tensor:
@@ -57,14 +59,7 @@ def check(
 
 
 @examples(70)
-@given(
-    sizes=st.tuples(*(st.integers(1, most) for most in (3, 3, 20, 5, 4))),
-    tokens=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    kind=st.integers(0, 3),
-    rows=st.integers(1, 8),
-    seed=st.integers(0, 1000),
-    data=st.data(),
-)
+@given(SIZES, TOKENS, st.integers(0, 3), st.integers(1, 8), st.integers(0, 999), st.data())
 def test_attention_and_its_columns(
     sizes: tuple[int, ...], tokens: list[int], kind: int, rows: int, seed: int, data: st.DataObject
 ) -> None:

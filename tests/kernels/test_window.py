@@ -27,15 +27,7 @@ ROUNDED = {torch.float32: dict(rtol=0.02, atol=1e-5), torch.bfloat16: dict(rtol=
 def received_of(
     products: Tensor, softmax: Softmax, heads: range, sums_of: GroupReduction, bias: Tensor | float = 0.0
 ) -> Tensor:
-    """What entries receive of one query by its heads, `[numbers, entries]`.
-
-    Args:
-        products: of a KV head's query heads with the entries that the query sees, scaled, `[group, entries]`.
-        softmax: of all query heads.
-        heads: the group's, among all query heads.
-        sums_of: what is added up of a group.
-        bias: of each entry.
-    """
+    """What entries receive of one query, `[numbers, entries]`: of its products with them in a KV head's query heads."""
     if sums_of == "largest":
         sinks = None if softmax.sinks is None else softmax.sinks[heads.start : heads.stop].amax(0, keepdim=True)
         return attention_of(products.amax(0), replace(softmax, sinks=sinks), 0, bias)[None]

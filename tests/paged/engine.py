@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -141,15 +142,10 @@ class Engine:
             taken_back = wrong.get(request.number, 0)
             request.take_back(taken_back)
             self._compress(request, tokens[request.number] - taken_back)
-        pages = {
-            request.blocks[group.leader][(request.length - 1) // BLOCK]: (
-                str(request.number),
-                request.recomputed,
-                group.leader,
-            )
-            for request in requests
-            for group in self.groups
-        }
+        pages = {}
+        for request, group in product(requests, self.groups):
+            newest = request.blocks[group.leader][(request.length - 1) // BLOCK]
+            pages[newest] = str(request.number), request.recomputed, group.leader
         self._freed.expect(pages)
         for (name, recomputed, leader), blocks in self._freed.drain().items():
             request = running.get(int(name))

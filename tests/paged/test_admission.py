@@ -118,18 +118,12 @@ class Scheduler:
 
 
 @examples(60)
-@given(
-    block_size=st.sampled_from([4, 16]),
-    keep=st.integers(4, 40),
-    every=st.integers(1, 40),
-    budget=st.sampled_from([24, 1000]),
-    steps_ahead=st.integers(0, 1),
-    data=st.data(),
-)
+@given(st.booleans(), st.integers(4, 40), st.integers(1, 40), st.booleans(), st.integers(0, 1), st.data())
 def test_who_was_admitted_is_not_preempted(
-    block_size: int, keep: int, every: int, budget: int, steps_ahead: int, data: st.DataObject
+    large: bool, keep: int, every: int, tight: bool, steps_ahead: int, data: st.DataObject
 ) -> None:
     """Prompts fill the budget, so that what a request holds is foreseen for good."""
+    block_size, budget = 16 if large else 4, 24 if tight else 1000
     schedule = schedule_of(f"knorm(keep={keep}, every={every})", block_size)
     sizes = data.draw(st.lists(st.tuples(st.integers(keep, keep + 90), st.integers(1, 120)), min_size=2, max_size=10))
     waiting = [Request(str(number), *size) for number, size in enumerate(sizes)]

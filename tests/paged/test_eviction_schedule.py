@@ -17,6 +17,7 @@ from tests.tiers import examples
 
 LAYERS = (0, 1, 2, 3, 5)
 KV_HEADS, GROUP, DIM = 3, 2, 4
+SIZES = st.sampled_from([1, 4, 8])
 
 METHODS = [
     *("streaming_llm(", "knorm(", "tova(", "snapkv(window=3, kernel=3, ", "loud(window=2, "),
@@ -98,15 +99,7 @@ def timeline_of(recipe: Recipe, layer: int, block: int, per_head: bool = False) 
 
 
 @examples(150)
-@given(
-    recipes(),
-    st.sampled_from(LAYERS),
-    st.integers(1, 60),
-    st.integers(0, 50),
-    st.sampled_from([1, 4, 8]),
-    st.integers(),
-    st.booleans(),
-)
+@given(recipes(), st.sampled_from(LAYERS), st.integers(1, 60), st.integers(0, 50), SIZES, st.integers(), st.booleans())
 def test_counts_are_those_of_a_request_that_runs(
     recipe: Recipe, layer: int, prompt: int, more: int, block: int, seed: int, per_head: bool
 ) -> None:
@@ -149,7 +142,7 @@ def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> 
 
 
 @examples(150)
-@given(recipes(), st.integers(1, 80), st.sampled_from([1, 4, 8]))
+@given(recipes(), st.integers(1, 80), SIZES)
 def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, block: int) -> None:
     """A compression packs what stays into the blocks that are not freed, so the first of those is where it writes.
 

@@ -7,23 +7,18 @@ import torch
 from torch import Tensor
 
 from keepset.paged.pages import StridedPages
-from tests.paged.pages import (
-    DTYPES,
-    check_entries_may_be_views_of_larger_tensors,
-    check_only_the_given_slots_are_written,
-    random,
-    seeded,
-)
+from tests.paged import pages as checks
+from tests.paged.pages import random, seeded
 
 
 def test_what_is_written() -> None:
     """Only the given slots; entries may be views of larger tensors."""
     cache = torch.ones(3, 2, 32, 64)
-    check_only_the_given_slots_are_written(StridedPages([cache]), cache)
-    check_entries_may_be_views_of_larger_tensors(StridedPages([torch.zeros(1, 1, 32, 64)]))
+    checks.check_only_the_given_slots_are_written(StridedPages([cache]), cache)
+    checks.check_entries_may_be_views_of_larger_tensors(StridedPages([torch.zeros(1, 1, 32, 64)]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", checks.DTYPES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)])
 def test_strided_pages_are_their_logical_view(dtype: torch.dtype, order: tuple[int, ...]) -> None:
     """The axes may be in any order in memory, with gaps between blocks."""

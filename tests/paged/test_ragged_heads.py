@@ -117,12 +117,7 @@ class Batch:
 
 
 @examples(60)
-@given(
-    data=st.data(),
-    kv_heads=st.sampled_from([1, 2, 3, 8]),
-    block_size=st.sampled_from([1, 2, 4, 5]),
-    requests=st.integers(1, 3),
-)
+@given(st.data(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 4, 5]), st.integers(1, 3))
 def test_every_step_has_the_pages_of_an_allocator(
     data: st.DataObject, kv_heads: int, block_size: int, requests: int
 ) -> None:
