@@ -21,7 +21,7 @@ pretends = pytest.mark.skipif(GPU, reason="pretends that tensors lie on a GPU")
 """Above a test that a real GPU has nothing to add to."""
 
 _HERE = str(Path(__file__).parent)
-_KERNELS = [f"test_{name}.py" for name in ("attention", "columns", "large", "paged", "paged_window")]
+_KERNELS = [f"test_{name}.py" for name in ("attention", "columns", "large", "paged")]
 _KERNELS += [f"test_{name}.py" for name in ("page_format", "page_layout", "predictor", "second_pass", "window")]
 _RUNTIME = [f"test_{name}.py" for name in ("exactness", "every", "batch", "latents", "gpu_waits", "saved")]
 _FILES = {

@@ -16,6 +16,24 @@ from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, upload, uses_triton
 
+LARGEST = 127
+"""The 8-bit integer for a row's largest magnitude."""
+LEVELS = (0.1284, 0.3881, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326)
+"""The positive half of the 16 levels with the least mean square error for a normal distribution (Max 1960)."""
+_TWICE = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
+"""A dtype of twice as many bytes, by the bytes of a number."""
+MIDDLE = 6.0
+"""The distance from the end of the text at which codes hold log scores, in octaves: 64 tokens."""
+SCORE_STEPS, SCORE_LIMIT = 512.0, 16.0
+"""Steps per unit of a log score, and the largest log score."""
+SLOPE_STEPS, SLOPE_LIMIT = 256.0, 2.0
+"""Steps per unit of a slope, and the largest slope."""
+_SLOPES = 2 * SLOPE_LIMIT * SLOPE_STEPS
+"""How many slopes a code can hold: a code is `score step * _SLOPES + slope step`."""
+SHORTEST = 1e-6
+"""Shorter keys and values count as this long when the logarithm of their length is taken."""
+_TINY = torch.finfo(torch.float32).tiny
+
 
 class Mixing(NamedTuple):
     """An orthogonal matrix by which rows are mixed before they are rounded.
@@ -218,24 +236,6 @@ class FourBits(EntryFormat):
         return pairs.view(rows.shape).view(scale.dtype).mul_(scale[..., None])
 
 
-LARGEST = 127
-"""The 8-bit integer for a row's largest magnitude."""
-_TINY = torch.finfo(torch.float32).tiny
-
-FORMATS: Mapping[int, EntryFormat] = MappingProxyType({8: EightBits(), 4: FourBits()})
-"""Every format by its bits."""
-_BY_DTYPE = {torch.int8: FORMATS[8], torch.uint8: FORMATS[4]}
-
-
-def format_of(dtype: torch.dtype) -> EntryFormat | None:
-    """Return the format of rows in tensors of this dtype; None if they are not quantised."""
-    return _BY_DTYPE.get(dtype)
-
-
-LEVELS = (0.1284, 0.3881, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326)
-"""The positive half of the 16 levels with the least mean square error for a normal distribution (Max 1960)."""
-
-
 @cache
 def levels_and_borders(device: torch.device) -> tuple[Float[Tensor, " 16"], Float[Tensor, " 15"]]:
     """Return all levels in rising order, and the borders between neighbours."""
@@ -252,25 +252,21 @@ def _pairs(device: torch.device, dtype: torch.dtype) -> Shaped[Tensor, " 256"]:
         return torch.stack([levels[byte & 15], levels[byte >> 4]], -1).view(_TWICE[dtype.itemsize])[:, 0]
 
 
-_TWICE = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
-"""A dtype of twice as many bytes, by the bytes of a number."""
-
-
 def _mixing(rows: Float[Tensor, "*places dim"]) -> Mixing:
     """Return the mixing of such rows, in float32 or wider."""
     return mixing_of(rows.shape[-1], rows.device, torch.promote_types(rows.dtype, torch.float32))
 
 
-MIDDLE = 6.0
-"""The distance from the end of the text at which codes hold log scores, in octaves: 64 tokens."""
-SCORE_STEPS, SCORE_LIMIT = 512.0, 16.0
-"""Steps per unit of a log score, and the largest log score."""
-SLOPE_STEPS, SLOPE_LIMIT = 256.0, 2.0
-"""Steps per unit of a slope, and the largest slope."""
-_SLOPES = 2 * SLOPE_LIMIT * SLOPE_STEPS
-"""How many slopes a code can hold: a code is `score step * _SLOPES + slope step`."""
-SHORTEST = 1e-6
-"""Shorter keys and values count as this long when the logarithm of their length is taken."""
+FORMATS: Mapping[int, EntryFormat] = MappingProxyType({8: EightBits(), 4: FourBits()})
+"""Every format by its bits."""
+
+
+_BY_DTYPE = {torch.int8: FORMATS[8], torch.uint8: FORMATS[4]}
+
+
+def format_of(dtype: torch.dtype) -> EntryFormat | None:
+    """Return the format of rows in tensors of this dtype; None if they are not quantised."""
+    return _BY_DTYPE.get(dtype)
 
 
 def inputs_of(
@@ -295,12 +291,12 @@ def encode(outputs: Float[Tensor, "*entries 2"]) -> Float[Tensor, "*entries"]:
     return score * _SLOPES + slope
 
 
-def _steps(numbers: Float[Tensor, "*shape"], steps: float, limit: float) -> Float[Tensor, "*shape"]:
-    return (numbers * steps).add_(limit * steps + 0.5).floor_().clamp_(1, 2 * limit * steps - 1)
-
-
 def decode(codes: Float[Tensor, "*entries"]) -> tuple[Float[Tensor, "*entries"], Float[Tensor, "*entries"]]:
     """Return the log scores and the slopes that codes hold, to half a step; see `encode`."""
     score = (codes / _SLOPES).floor_()
     slope = torch.sub(codes, score, alpha=_SLOPES)
     return score.div_(SCORE_STEPS).sub_(SCORE_LIMIT), slope.div_(SLOPE_STEPS).sub_(SLOPE_LIMIT)
+
+
+def _steps(numbers: Float[Tensor, "*shape"], steps: float, limit: float) -> Float[Tensor, "*shape"]:
+    return (numbers * steps).add_(limit * steps + 0.5).floor_().clamp_(1, 2 * limit * steps - 1)

@@ -21,88 +21,51 @@ ReadRows = Callable[[Int[Tensor, "heads pages"]], tuple[Shaped[Tensor, "heads en
 """Returns the stored keys and values of whole sub-pages, each head's pages joined."""
 _LONGER = 1.25
 """The largest ratio of a block's longest head to its shortest."""
-
-
-def attend_heads(
-    queries: Float[Tensor, "heads group head_dim"],
-    read: ReadRows,
-    tables: Int[Tensor, "heads pages"],
-    lengths: Int[Tensor, " heads"],
-    block_size: int,
-    softmax: Softmax,
-    output: Float[Tensor, "heads group head_dim"],
-    format: PageFormat | None = None,
-    bias: Callable[[Int[Tensor, " some"], int], Float[Tensor, "some entries"]] | None = None,
-) -> None:
-    """Compute the attention of the queries of some heads, each over its own entries.
-
-        output = softmax(queries @ keys' * scaling + bias) @ values
-
-    The logits may be capped, and there may be a sink beside the entries. Heads of similar length are computed together,
-    in blocks. Quantised numbers enter the products unscaled; their scales multiply logits and weights, which are fewer.
-    If rows are mixed, queries are mixed and the output is unmixed. Products are computed in float32.
-
-    Args:
-        queries: one query of each query head that shares the KV head, after rotation.
-        read: function that reads pages.
-        tables: the sub-pages of each head, in the order of its entries.
-        lengths: the number of entries of each head.
-        block_size: entries of a page.
-        softmax: the layer's softmax; its sinks are `[heads, group]`.
-        output: the result; written to; zero for a head without entries.
-        format: the format of the rows if the cache is quantised.
-        bias: function that returns the biases of a given number of some heads' first entries.
-    """
-    sizes, key_factor, value_factor = lengths.tolist(), 1.0, 1.0
-    if format is not None and format.key_scale is not None and format.value_scale is not None:
-        key_factor, value_factor = float(format.key_scale), float(format.value_scale)
-    mixing = None if format is None else format.mixing
-    if mixing is not None:
-        queries = mixing.mixed_queries(queries.float())
-    for heads in _of_similar_size(sizes, queries.shape[2]):
-        longest, shortest = sizes[heads[-1]], sizes[heads[0]]
-        if not longest:
-            output[heads] = 0
-            continue
-        some = torch.tensor(heads)
-        keys, values = read(tables[some, : -(-longest // block_size)])
-        hidden = torch.arange(keys.shape[1]) >= lengths[some, None]
-        key_scale = value_scale = None
-        if format is not None:
-            (keys, key_scale), (values, value_scale) = format.parts(keys), format.parts(values)
-        logits = torch.bmm(queries[some].float().mul_(softmax.scaling * key_factor), keys.float().transpose(1, 2))
-        if key_scale is not None:
-            logits.mul_(key_scale[:, None])
-        logits = softmax.capped(logits)
-        if bias is not None:
-            logits += bias(some, keys.shape[1])[:, None]
-        sinks = None if softmax.sinks is None else softmax.sinks[some]
-        weights = normalised(logits.masked_fill_(hidden[:, None], float("-inf")), sinks)
-        if value_scale is not None:
-            weights.mul_(value_scale[:, None])
-        # Behind a head's end, pages may hold NaN, and 0 x NaN is NaN.
-        behind, values = hidden[:, shortest:], values.float()
-        weights[:, :, shortest:].masked_fill_(behind[:, None], 0.0)
-        values[:, shortest:] = values[:, shortest:].masked_fill(behind[..., None], 0.0)
-        attended = torch.bmm(weights, values).mul_(value_factor)
-        output[some] = (attended if mixing is None else mixing.unmixed(attended)).to(output.dtype)
-
-
-def _of_similar_size(sizes: Sequence[int], head_dim: int) -> Iterator[list[int]]:
-    """Yield groups of heads whose keys, padded to one length, fill a block."""
-    group: list[int] = []
-    for head in sorted(range(len(sizes)), key=sizes.__getitem__):
-        numbers = (len(group) + 1) * sizes[head] * head_dim
-        if group and (numbers > PRODUCT_BLOCK or sizes[head] > _LONGER * sizes[group[0]]):
-            yield group
-            group = []
-        group.append(head)
-    if group:
-        yield group
-
-
 _QUERIES = 128
 """Queries of one request that PyTorch computes at a time, so that the mask stays small."""
+
+
+def shift_step(
+    block_table: Int[Tensor, "rows width"],
+    lengths: Int[Tensor, " rows"],
+    starts: Int[Tensor, " rows_plus_1"],
+    dropped: Int[Tensor, " rows"],
+    slots: Int[Tensor, " tokens"],
+    block_size: int,
+    left_table: Int[Tensor, "rows width"],
+    left: Int[Tensor, " rows"],
+) -> None:
+    """Fill `left_table` and `left` with each request's remaining blocks and numbers of entries; on a GPU in one launch.
+
+    A request's remaining entries lie in its blocks from the first that is not free. The slots of new tokens are moved,
+    in place, to the end of the request's entries.
+
+    Args:
+        block_table: blocks by logical position.
+        lengths: tokens of each request after the step.
+        starts: index of each row's first query, and the end of the last row.
+        dropped: entries that each request has lost.
+        slots: slot mapping of the new tokens by logical position; written to. A slot moves within its block or to the
+            block before.
+        left_table: remaining blocks; written to. Columns beyond a row's blocks hold arbitrary numbers.
+        left: number of remaining entries; written to.
+    """
+    if uses_triton(block_table.device):
+        from keepset.kernels.triton import paged  # loads Triton
+
+        with launched_on(block_table.device):
+            paged.shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left)
+        return
+    left.copy_(lengths - dropped)
+    columns = torch.arange(block_table.shape[1], device=block_table.device) + (dropped // block_size)[:, None]
+    left_table.copy_(block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1)))
+    tokens = torch.arange(len(slots), device=slots.device)
+    row = torch.searchsorted(starts[1:].to(tokens), tokens, right=True).clamp(max=len(lengths) - 1)
+    place = lengths[row] - starts[row + 1] + tokens - dropped[row] % block_size
+    moves = (dropped[row] % block_size > 0) & (tokens < starts[-1])
+    place = place.where(moves, 0)
+    moved = block_table[row, place // block_size].to(slots) * block_size + place % block_size
+    slots.copy_(moved.where(moves, slots))
 
 
 def follow_layouts(
@@ -148,6 +111,37 @@ def follow_layouts(
             part[pages] = rows[: len(row)]
         filed.tokens[pages] = after.to(filed.tokens.dtype)
     return block_table[row, (after - 1) // block_size].long()
+
+
+def append_to_pages(
+    keys: Float[Tensor, "tokens kv_heads head_dim"],
+    values: Float[Tensor, "tokens kv_heads head_dim"],
+    cache: LayerPages,
+    tokens: PagedTokens,
+    layout: PageLayout,
+    format: PageFormat | None = None,
+) -> None:
+    """Append the entries of some tokens to their heads; on a GPU in one launch.
+
+    Args:
+        keys, values: keys and values of the step; the numbers of each are contiguous.
+        cache: cache of the layer; pages that requests share are not written to.
+        tokens, layout, format: as in `paged_attention`.
+    """
+    if uses_triton(keys.device):
+        from keepset.kernels.triton import paged  # loads Triton
+
+        with launched_on(keys.device):
+            if format is not None and format.mixing is not None:
+                keys, values = (format.mixing.mixed(rows) for rows in (keys, values))
+            paged.append(keys, values, cache, tokens, layout, format)
+        return
+    kv_heads, size, _ = cache.shape[1:]
+    if format is not None:
+        keys, values = (rows.view(cache.dtype) for rows in format.encode_entries(keys, values))
+    for place, slots in _newest(tokens, layout, size):
+        page = slots // size
+        cache[page // kv_heads, page % kv_heads, slots % size] = torch.cat((keys[place], values[place]), -1)
 
 
 def paged_attention(
@@ -259,37 +253,6 @@ def attend_pages(
                 output[places] = softmax_attention(*rows, softmax, mask)[0][0]
 
 
-def append_to_pages(
-    keys: Float[Tensor, "tokens kv_heads head_dim"],
-    values: Float[Tensor, "tokens kv_heads head_dim"],
-    cache: LayerPages,
-    tokens: PagedTokens,
-    layout: PageLayout,
-    format: PageFormat | None = None,
-) -> None:
-    """Append the entries of some tokens to their heads; on a GPU in one launch.
-
-    Args:
-        keys, values: keys and values of the step; the numbers of each are contiguous.
-        cache: cache of the layer; pages that requests share are not written to.
-        tokens, layout, format: as in `paged_attention`.
-    """
-    if uses_triton(keys.device):
-        from keepset.kernels.triton import paged  # loads Triton
-
-        with launched_on(keys.device):
-            if format is not None and format.mixing is not None:
-                keys, values = (format.mixing.mixed(rows) for rows in (keys, values))
-            paged.append(keys, values, cache, tokens, layout, format)
-        return
-    kv_heads, size, _ = cache.shape[1:]
-    if format is not None:
-        keys, values = (rows.view(cache.dtype) for rows in format.encode_entries(keys, values))
-    for place, slots in _newest(tokens, layout, size):
-        page = slots // size
-        cache[page // kv_heads, page % kv_heads, slots % size] = torch.cat((keys[place], values[place]), -1)
-
-
 def _newest(tokens: PagedTokens, layout: PageLayout, block_size: int) -> Iterator[tuple[int, Int[Tensor, " kv_heads"]]]:
     """Yield for each written token its index in the step, and the slots of its entries."""
     for index, (place, row, length) in enumerate(_listed(tokens)):
@@ -320,44 +283,79 @@ def _pages(
     return table[0, 0].long(), entries[0, 0]
 
 
-def shift_step(
-    block_table: Int[Tensor, "rows width"],
-    lengths: Int[Tensor, " rows"],
-    starts: Int[Tensor, " rows_plus_1"],
-    dropped: Int[Tensor, " rows"],
-    slots: Int[Tensor, " tokens"],
+def attend_heads(
+    queries: Float[Tensor, "heads group head_dim"],
+    read: ReadRows,
+    tables: Int[Tensor, "heads pages"],
+    lengths: Int[Tensor, " heads"],
     block_size: int,
-    left_table: Int[Tensor, "rows width"],
-    left: Int[Tensor, " rows"],
+    softmax: Softmax,
+    output: Float[Tensor, "heads group head_dim"],
+    format: PageFormat | None = None,
+    bias: Callable[[Int[Tensor, " some"], int], Float[Tensor, "some entries"]] | None = None,
 ) -> None:
-    """Fill `left_table` and `left` with each request's remaining blocks and numbers of entries; on a GPU in one launch.
+    """Compute the attention of the queries of some heads, each over its own entries.
 
-    A request's remaining entries lie in its blocks from the first that is not free. The slots of new tokens are moved,
-    in place, to the end of the request's entries.
+        output = softmax(queries @ keys' * scaling + bias) @ values
+
+    The logits may be capped, and there may be a sink beside the entries. Heads of similar length are computed together,
+    in blocks. Quantised numbers enter the products unscaled; their scales multiply logits and weights, which are fewer.
+    If rows are mixed, queries are mixed and the output is unmixed. Products are computed in float32.
 
     Args:
-        block_table: blocks by logical position.
-        lengths: tokens of each request after the step.
-        starts: index of each row's first query, and the end of the last row.
-        dropped: entries that each request has lost.
-        slots: slot mapping of the new tokens by logical position; written to. A slot moves within its block or to the
-            block before.
-        left_table: remaining blocks; written to. Columns beyond a row's blocks hold arbitrary numbers.
-        left: number of remaining entries; written to.
+        queries: one query of each query head that shares the KV head, after rotation.
+        read: function that reads pages.
+        tables: the sub-pages of each head, in the order of its entries.
+        lengths: the number of entries of each head.
+        block_size: entries of a page.
+        softmax: the layer's softmax; its sinks are `[heads, group]`.
+        output: the result; written to; zero for a head without entries.
+        format: the format of the rows if the cache is quantised.
+        bias: function that returns the biases of a given number of some heads' first entries.
     """
-    if uses_triton(block_table.device):
-        from keepset.kernels.triton import paged  # loads Triton
+    sizes, key_factor, value_factor = lengths.tolist(), 1.0, 1.0
+    if format is not None and format.key_scale is not None and format.value_scale is not None:
+        key_factor, value_factor = float(format.key_scale), float(format.value_scale)
+    mixing = None if format is None else format.mixing
+    if mixing is not None:
+        queries = mixing.mixed_queries(queries.float())
+    for heads in _of_similar_size(sizes, queries.shape[2]):
+        longest, shortest = sizes[heads[-1]], sizes[heads[0]]
+        if not longest:
+            output[heads] = 0
+            continue
+        some = torch.tensor(heads)
+        keys, values = read(tables[some, : -(-longest // block_size)])
+        hidden = torch.arange(keys.shape[1]) >= lengths[some, None]
+        key_scale = value_scale = None
+        if format is not None:
+            (keys, key_scale), (values, value_scale) = format.parts(keys), format.parts(values)
+        logits = torch.bmm(queries[some].float().mul_(softmax.scaling * key_factor), keys.float().transpose(1, 2))
+        if key_scale is not None:
+            logits.mul_(key_scale[:, None])
+        logits = softmax.capped(logits)
+        if bias is not None:
+            logits += bias(some, keys.shape[1])[:, None]
+        sinks = None if softmax.sinks is None else softmax.sinks[some]
+        weights = normalised(logits.masked_fill_(hidden[:, None], float("-inf")), sinks)
+        if value_scale is not None:
+            weights.mul_(value_scale[:, None])
+        # Behind a head's end, pages may hold NaN, and 0 x NaN is NaN.
+        behind, values = hidden[:, shortest:], values.float()
+        weights[:, :, shortest:].masked_fill_(behind[:, None], 0.0)
+        values[:, shortest:] = values[:, shortest:].masked_fill(behind[..., None], 0.0)
+        attended = torch.bmm(weights, values).mul_(value_factor)
+        output[some] = (attended if mixing is None else mixing.unmixed(attended)).to(output.dtype)
 
-        with launched_on(block_table.device):
-            paged.shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left)
-        return
-    left.copy_(lengths - dropped)
-    columns = torch.arange(block_table.shape[1], device=block_table.device) + (dropped // block_size)[:, None]
-    left_table.copy_(block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1)))
-    tokens = torch.arange(len(slots), device=slots.device)
-    row = torch.searchsorted(starts[1:].to(tokens), tokens, right=True).clamp(max=len(lengths) - 1)
-    place = lengths[row] - starts[row + 1] + tokens - dropped[row] % block_size
-    moves = (dropped[row] % block_size > 0) & (tokens < starts[-1])
-    place = place.where(moves, 0)
-    moved = block_table[row, place // block_size].to(slots) * block_size + place % block_size
-    slots.copy_(moved.where(moves, slots))
+
+def _of_similar_size(sizes: Sequence[int], head_dim: int) -> Iterator[list[int]]:
+    """Yield groups of heads whose keys, padded to one length, fill a block."""
+    group: list[int] = []
+    for head in sorted(range(len(sizes)), key=sizes.__getitem__):
+        numbers = (len(group) + 1) * sizes[head] * head_dim
+        if group and (numbers > PRODUCT_BLOCK or sizes[head] > _LONGER * sizes[group[0]]):
+            yield group
+            group = []
+        group.append(head)
+    if group:
+        yield group

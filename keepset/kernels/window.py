@@ -20,6 +20,9 @@ from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, LayerPages, PageGroup, RecordedQueries
 from keepset.kernels.softmax import GroupReduction, Softmax, normalised
 
+ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
+"""Returns the keys of whole sub-pages of one layer, each head's pages joined."""
+
 
 def received_attention(
     queries: Float[Tensor, "heads group n head_dim"],
@@ -160,10 +163,6 @@ def masked_softmax(
     if visible.shape[-1] == logits.shape[-1]:
         attention.masked_fill_(~visible.any(-1, keepdim=True), 0.0)
     return attention
-
-
-ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
-"""Returns the keys of whole sub-pages of one layer, each head's pages joined."""
 
 
 def add_received_in_pages(

@@ -19,9 +19,15 @@ from keepset.recipe import Recipe
 
 _CACHED = 1 << 18
 """How many events are cached: those of about a thousand requests. Each event's count follows from the one before."""
-
 _OTHERS = 256
 """How many schedules of requests with budgets of their own are cached."""
+GROUPS = 6
+"""The number of groups where counts come from the data. More groups hold fewer pages, and cost more per step."""
+MAX_ENTRIES = 1 << 20
+"""The most entries of all heads that an event reads together, unless they are of one request in one layer."""
+_MAX_HEAD_ENTRIES = 1 << 17
+"""The most entries of one head that an event reads together."""
+Request = TypeVar("Request")
 
 
 class EvictionSchedule:
@@ -221,10 +227,6 @@ class EvictionSchedule:
         return -(-int(quotas.sum()) // self.kv_heads)
 
 
-GROUPS = 6
-"""The number of groups where counts come from the data. More groups hold fewer pages, and cost more per step."""
-
-
 def one_table(recipe: Recipe) -> bool:
     """Return whether all layers keep equally many entries, and so can share one block table."""
     return recipe.method.traits.fixed_total and recipe.method.traits.equal_layers
@@ -305,14 +307,6 @@ class EventPages(ABC):
             places: the layers, by their places in the group.
             counts: how many entries of each head stay, layer after layer and row after row.
         """
-
-
-Request = TypeVar("Request")
-
-MAX_ENTRIES = 1 << 20
-"""The most entries of all heads that an event reads together, unless they are of one request in one layer."""
-_MAX_HEAD_ENTRIES = 1 << 17
-"""The most entries of one head that an event reads together."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from keepset.kernels.page_layout import FiledLayouts, PageLayout
 from keepset.kernels.paged import follow_layouts
 from keepset.paged.engine import EngineSize
 
+RequestKey = tuple[str, int, int]
+"""A request's id, how often it was preempted, and a group of layers."""
+
 
 class LayoutTable:
     """The layouts of the requests of one group of layers.
@@ -106,10 +109,6 @@ class LayoutTable:
             self._lost = torch.zeros(1, dtype=torch.int32, device=device)
             self._host_lost = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         return self._layouts
-
-
-RequestKey = tuple[str, int, int]
-"""A request's id, how often it was preempted, and a group of layers."""
 
 
 class EmptiedBlocks:

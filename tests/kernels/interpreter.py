@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -44,6 +44,17 @@ def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     with patched_once(interpreter):
         yield
+
+
+class Noted:
+    """A kernel that is not run, and the grids of its launches."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
 
 
 def on_operators(monkeypatch: pytest.MonkeyPatch) -> None:

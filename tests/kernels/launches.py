@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -32,16 +32,8 @@ from keepset.kernels.window import add_received, add_received_in_pages
 from tests.posing import LAUNCHED
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
-_TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.bool: "*i1",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
+_TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.bool: "*i1"}
+_TYPES |= {torch.int8: "*i8", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 BLOCKS, SIZE, LAYERS = 12, 16, 2
 LENGTHS = 2048, 300, 5001
 """Entries of a head, or tokens of a request."""
@@ -61,25 +53,15 @@ def launched(
     dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int, quantised: bool = False
 ) -> list[Launch]:
     """Every kernel in the ways that differ most, for a model like this; over quantised pages, too, if wanted."""
-    with _noted() as launches:
+    launches: list[Launch] = []
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(dispatch, "INTERPRETED", True))
+        patches.enter_context(patch.object(dispatch, "processors", lambda device: 108))
+        for module, name in [(module, name) for module, names in LAUNCHED.items() for name in names]:
+            patches.enter_context(patch.object(module, name, _Noted(getattr(module, name), launches)))
         _in_stores(dtype, head_dim, kv_heads, group, long)
         _in_pages(dtype, head_dim, kv_heads, group, long, quantised)
     return launches
-
-
-@contextmanager
-def _noted() -> Iterator[list[Launch]]:
-    """Meanwhile kernels are not launched, but listed."""
-    launches: list[Launch] = []
-    kernels = [(module, name, getattr(module, name)) for module, names in LAUNCHED.items() for name in names]
-    patches = [patch.object(dispatch, "INTERPRETED", True), patch.object(dispatch, "processors", lambda device: 108)]
-    patches += [patch.object(module, name, _Noted(kernel, launches)) for module, name, kernel in kernels]
-    for each in patches:
-        each.start()
-    try:
-        yield launches
-    finally:
-        patch.stopall()
 
 
 def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int) -> None:

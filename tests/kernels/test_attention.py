@@ -21,12 +21,7 @@ from tests.kernels.few_bits import matrix, meant, rounded
 from tests.on_gpu import pretends
 
 # Entries of every head of every request, [batch][kv_heads].
-COUNTS = [
-    pytest.param([[5]], id="one_head"),
-    pytest.param([[4, 4, 4], [4, 4, 4]], id="dense"),
-    pytest.param([[9, 9], [1, 1], [4, 4]], id="ragged_by_request"),
-    pytest.param([[3, 8, 8], [8, 1, 6]], id="ragged_by_head"),
-]
+COUNTS = [[[5]], [[4, 4, 4], [4, 4, 4]], [[9, 9], [1, 1], [4, 4]], [[3, 8, 8], [8, 1, 6]]]
 TOLERANCE = {
     torch.float32: dict(rtol=1e-5, atol=1e-5),
     # Weights and outputs are rounded to bfloat16's 8 bits: of outputs below 4 that takes a few 2**-7.
@@ -105,6 +100,10 @@ def in_4_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
     return coded, replace(packed, keys=whole[0], values=whole[1])
 
 
+STORED = {16: lambda packed: (packed, packed), 8: in_8_bits, 4: in_4_bits}
+"""Heads as they are stored, and as numbers, by bits."""
+
+
 def heads_of(packed: PackedHeads) -> list[tuple[HeadRun, int]]:
     """Each head: its run, and which of the run's heads it is."""
     return [(run, i) for run in packed.runs for i in range(run.heads)]
@@ -126,11 +125,8 @@ def attention_of(logits: Tensor, softmax: Softmax, head: int, bias: Tensor | flo
     return torch.tensor([power / (sum(powers) + sunk) for power in powers], dtype=torch.float64)
 
 
-def expected(
-    queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float | Softmax, at: Tensor | None
-) -> Tensor:
+def expected(queries: Tensor, packed: PackedHeads, kv_heads: int, softmax: Softmax, at: Tensor | None) -> Tensor:
     """Softmax head by head and query by query; `at` are positions of queries that see no later entries."""
-    softmax = scaling if isinstance(scaling, Softmax) else Softmax(scaling)
     batch, query_heads, n, _ = queries.shape
     heads = heads_of(packed)
     output = torch.zeros(batch, n, query_heads, packed.values.shape[1], dtype=torch.float64)
@@ -155,25 +151,16 @@ def expected(
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("kind", range(4))
 def test_is_a_masked_softmax_over_each_heads_entries(
-    implementation: str,
-    counts: list[list[int]],
-    group: int,
-    head_dim: int,
-    value_dim: int,
-    n: int,
-    causal: bool,
-    biased: bool,
-    bits: int,
-    kind: int,
-    dtype: torch.dtype,
-) -> None:
+    implementation: str, counts: list[list[int]], group: int, head_dim: int, value_dim: int, n: int, causal: bool,
+    biased: bool, bits: int, kind: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
     batch, kv_heads, draw = len(counts), len(counts[0]), seeded(4)
     if bits == 4:  # two numbers share a byte
         head_dim, value_dim = 2 * head_dim, 2 * value_dim
     packed = packed_heads(counts, (head_dim, value_dim), dtype, spare=2)
     if biased:
         packed = replace(packed, bias=torch.randn(len(packed.keys), generator=draw).to(dtype))
-    stored, written = {16: lambda packed: (packed, packed), 8: in_8_bits, 4: in_4_bits}[bits](packed)
+    stored, written = STORED[bits](packed)
     # As models make them: token by token.
     queries = torch.randn(batch, n, kv_heads * group, head_dim, generator=draw).to(dtype).transpose(1, 2)
     # A part of a longer call's.
@@ -200,19 +187,19 @@ def test_many_new_queries_over_other_head_sizes(triton_interpreted: None, head_d
     packed = packed_heads([[12, 7]], (head_dim, head_dim), torch.bfloat16, spare=0)
     queries, at = torch.randn(1, 16, 9, head_dim, generator=seeded(1)).bfloat16(), torch.arange(3, 12)[None]
     output = ragged_attention(queries, [packed], Softmax(head_dim**-0.5), at)
-    right = expected(queries, packed, 2, head_dim**-0.5, at)
+    right = expected(queries, packed, 2, Softmax(head_dim**-0.5), at)
     torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.bfloat16])
 
 
-def test_long_heads_of_8_bits_are_attended_piece_by_piece() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_heads_of_few_bits_are_attended_piece_by_piece(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense run of several heads, whose copies as floating-point numbers are more than a core's cache holds."""
-    stored, written = in_8_bits(packed_heads([[3000] * 3], (64, 64), torch.float32, spare=1))
-    assert len(stored.runs) == 1 and [piece.heads for piece in stored.pieces] == [1, 1, 1]
-    queries = torch.randn(1, 6, 1, 64, generator=seeded(1))
-    right = expected(queries, written, 3, 0.1, None)
-    torch.testing.assert_close(
-        ragged_attention(queries, [stored], Softmax(0.1)).double(), right, **TOLERANCE[torch.float32]
-    )
+    stored, written = STORED[bits](packed_heads([[30] * 5], (64, 64), torch.float32, spare=1))
+    monkeypatch.setattr("keepset.kernels.packed.CACHE_BLOCK", 2 * 30 * 64)
+    assert len(stored.runs) == 1 and [piece.heads for piece in stored.pieces] == [2, 2, 1]
+    queries = torch.randn(1, 10, 1, 64, generator=seeded(1))
+    right, made = expected(queries, written, 5, Softmax(0.1), None), ragged_attention(queries, [stored], Softmax(0.1))
+    torch.testing.assert_close(made.double(), right, **TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
@@ -243,7 +230,7 @@ def test_heads_of_many_stores(implementation: str, head_dim: int, dtype: torch.d
     at = None if n == 1 else torch.tensor([[3, 4, 5]]).expand(4, -1).contiguous()
     together = ragged_attention(queries, stores, Softmax(0.3), at)
     for row, store in enumerate(stores):
-        right = expected(queries[row : row + 1], store, 2, 0.3, None if at is None else at[row : row + 1])
+        right = expected(queries[row : row + 1], store, 2, Softmax(0.3), None if at is None else at[row : row + 1])
         torch.testing.assert_close(together[row : row + 1].double(), right, **TOLERANCE[dtype])
 
 
@@ -297,38 +284,46 @@ def test_new_entries_follow_those_of_their_head(implementation: str, n: int) -> 
         assert torch.equal(store.positions, right_positions)
 
 
-@pytest.mark.cross
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("n", [1, 5])
-def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) -> None:
-    """Where a head ends come its new entries, mixed and in steps; nothing else changes."""
-    packed, draw = packed_heads([[3, 3], [0, 9]], (8, 5), dtype, spare=6), seeded(2)
-    stored, _ = in_8_bits(packed)
-    stored.grown = 2  # the table is of a time before
+def appended(
+    stored: PackedHeads, sizes: tuple[int, int], n: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, int, str, Tensor, Tensor]]:
+    """Append entries to two requests of two heads: of each head its places, its number, `key` or `value`, the rows and
+    the same mixed. Their positions are right, and nothing else has changed."""
+    draw, stored.grown = seeded(2), 2  # the table is of a time before
     parts = [stored.keys, stored.values, stored.positions, stored.key_scale, stored.value_scale]
     before = [part.clone() for part in parts if part is not None]
-    keys, values = (torch.randn(2, n, 2, size, generator=draw).to(dtype).transpose(1, 2) for size in (8, 5))
-    keys[1, 1, 0, 3] = math.nan
+    keys, values = (torch.randn(2, n, 2, size, generator=draw).to(dtype).transpose(1, 2) for size in sizes)
+    keys[1, 1, 0, 3], keys[0, 0, 0] = math.nan, 0.0
     positions = torch.arange(n) + torch.tensor([[12], [30]])
     append_entries([stored], keys, values, positions)
     untouched = torch.ones(len(stored.keys), dtype=torch.bool)
     for run, i in heads_of(stored):
-        request, head = divmod(run.first + i, 2)
+        head = run.first + i
         places = run.start + i * run.capacity + run.count + torch.arange(n)
         untouched[places] = False
-        assert stored.positions[places].tolist() == positions[request].tolist()
-        for rows, flat, scale in ((keys, stored.keys, stored.key_scale), (values, stored.values, stored.value_scale)):
-            assert scale is not None
-            new, step = mixed(rows[request, head].float()).to(dtype).double(), scale[places].double()
-            assert torch.equal(step.isnan(), new.isnan().any(-1))
-            exists = ~step.isnan()
-            # Mixing rounds once more, and Triton's interpreter cuts bfloat16 where a GPU rounds.
-            cut = 4 * 127 * ROUNDING[dtype]
-            torch.testing.assert_close(step[exists], new.abs().amax(-1)[exists] / 127, rtol=cut / 127, atol=0.0)
-            error = (flat[places].double() * step[:, None] - new).abs() / step[:, None]
-            assert (error[exists] <= 0.5 + cut).all()
+        assert stored.positions[places].tolist() == positions[head // 2].tolist()
+        for rows, name in ((keys, "key"), (values, "value")):
+            own = rows[head // 2, head % 2]
+            yield places, head, name, own, mixed(own.float()).to(dtype).double()
     for part, old in zip([each for each in parts if each is not None], before, strict=True):
         assert torch.equal(part[untouched].nan_to_num(), old[untouched].nan_to_num())
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("n", [1, 5])
+def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) -> None:
+    """Where a head ends come its new entries, mixed and in steps."""
+    stored, _ = in_8_bits(packed_heads([[3, 3], [0, 9]], (8, 5), dtype, spare=6))
+    # Mixing rounds once more, and Triton's interpreter cuts bfloat16 where a GPU rounds.
+    cut = 4 * 127 * ROUNDING[dtype]
+    for places, _, name, rows, new in appended(stored, (8, 5), n, dtype):
+        step = getattr(stored, f"{name}_scale")[places].double()
+        exists = ~rows.isnan().any(-1)
+        assert torch.equal(step.isnan(), ~exists)
+        torch.testing.assert_close(step[exists], new.abs().amax(-1)[exists] / 127, rtol=cut / 127, atol=0.0)
+        error = (getattr(stored, f"{name}s")[places].double() * step[:, None] - new).abs()[exists]
+        assert (error <= (0.5 + cut) * step[exists, None]).all()
 
 
 @pytest.mark.few
@@ -338,45 +333,27 @@ def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("sizes", [(8, 6), (10, 64)])
 def test_new_entries_of_4_bits(implementation: str, n: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
     """Where a head ends come its new entries, mixed and on the nearest levels, and what that loses in the residual."""
-    draw, spare = seeded(2), 44
-    packed = packed_heads([[3, 3], [0, 9]], sizes, dtype, spare)
-    stored, _ = in_4_bits(packed)
-    assert stored.residual is not None
     heads, room = 4, 50
     empty = [torch.zeros(heads * room, size // 2, dtype=torch.uint8) for size in sizes]
     scales = [torch.zeros(heads * room, dtype=dtype) for _ in sizes]
-    places = torch.zeros(heads * room, dtype=torch.int32)
-    residual = PackedHeads(*empty, places, [HeadRun(0, heads, 0, 2, room)], None, *scales)
-    stored = replace(stored, residual=residual)
-    stored.grown = 2  # the tables are of a time before
-    residual.grown = 1
-    keys, values = (torch.randn(2, n, 2, size, generator=draw).to(dtype).transpose(1, 2) for size in sizes)
-    keys[1, 1, 0, 3] = math.nan
-    keys[0, 0, 0] = 0.0
-    positions = torch.arange(n) + torch.tensor([[12], [30]])
-    before = [part.clone() for part in (stored.keys, stored.values, stored.positions)]
-    append_entries([stored], keys, values, positions)
-    untouched = torch.ones(len(stored.keys), dtype=torch.bool)
-    for run, i in heads_of(stored):
-        request, head = divmod(run.first + i, 2)
-        at = run.start + i * run.capacity + run.count + torch.arange(n)
-        behind = (run.first + i) * room + 2 + torch.arange(n)
-        untouched[at] = False
-        assert stored.positions[at].tolist() == residual.positions[behind].tolist() == positions[request].tolist()
-        for rows, name in (keys, "keys"), (values, "values"):
-            right = mixed(rows[request, head].float()).to(dtype).double()
-            scale = f"{name[:-1]}_scale"
-            coarse = meant(getattr(stored, name)[at], getattr(stored, scale)[at])
-            fine = meant(getattr(residual, name)[behind], getattr(residual, scale)[behind])
-            exists = ~rows[request, head].isnan().any(-1)
-            assert torch.equal(getattr(stored, scale)[at].isnan(), ~exists)
-            for row, first, both in zip(right[exists], coarse[exists], (coarse + fine)[exists], strict=True):
-                size = rms(row)
-                assert rms(first - rounded(row, dtype)) <= 16 * ROUNDING[dtype] * size
-                # What is lost may be rounded itself, so that a number on a border takes the other level.
-                assert rms(both - first - rounded(row - first, dtype)) <= max(16 * ROUNDING[dtype], 1e-6) * size
-    for part, old in zip((stored.keys, stored.values, stored.positions), before, strict=True):
-        assert torch.equal(part[untouched], old[untouched])
+    positions = torch.zeros(heads * room, dtype=torch.int32)
+    residual = PackedHeads(*empty, positions, [HeadRun(0, heads, 0, 2, room)], None, *scales)
+    residual.grown = 1  # its table is of a time before, too
+    stored = replace(in_4_bits(packed_heads([[3, 3], [0, 9]], sizes, dtype, spare=44))[0], residual=residual)
+    for places, head, name, rows, new in appended(stored, sizes, n, dtype):
+        behind = head * room + 2 + torch.arange(n)
+        assert residual.positions[behind].tolist() == stored.positions[places].tolist()
+        coarse, fine = (
+            meant(getattr(part, f"{name}s")[at], getattr(part, f"{name}_scale")[at])
+            for part, at in ((stored, places), (residual, behind))
+        )
+        exists = ~rows.isnan().any(-1)
+        assert torch.equal(getattr(stored, f"{name}_scale")[places].isnan(), ~exists)
+        for row, first, second in zip(new[exists], coarse[exists], fine[exists], strict=True):
+            size = rms(row)
+            assert rms(first - rounded(row, dtype)) <= 16 * ROUNDING[dtype] * size
+            # What is lost may be rounded itself, so that a number on a border takes the other level.
+            assert rms(second - rounded(row - first, dtype)) <= max(16 * ROUNDING[dtype], 1e-6) * size
 
 
 @pretends

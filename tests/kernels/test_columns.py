@@ -14,18 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepset.core.feature import Chunk
 from keepset.core.features.attention import AttentionColumns
 from keepset.kernels import columns
-from keepset.kernels.columns import (
-    ColumnStatistic,
-    attention_columns,
-    attention_with_lse,
-    log_sum_exp,
-    mean_square_attention,
-)
+from keepset.kernels.columns import ColumnStatistic, attention_columns, attention_with_lse
 from keepset.kernels.softmax import Softmax
 from tests.kernels.test_attention import other_softmax, seeded
 from tests.on_gpu import pretends
 
-SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 200]  # around one and two chunks of queries
+SIZES = [1, 63, 64, 65, 129, 200]  # around one and two chunks of queries
 HEADS = [pytest.param(2, 1, 5, id="mha"), pytest.param(2, 3, 8, id="gqa"), pytest.param(1, 8, 3, id="mqa")]
 SCALING = 0.3
 PLAIN = Softmax(SCALING)
@@ -77,6 +71,18 @@ def check(statistics: dict[str, Tensor], right: dict[str, Tensor], rounding: dic
         times = 2 if name == "square" and rounding is not EXACT else 1
         bounds = {bound: times * size for bound, size in rounding.items()}
         torch.testing.assert_close(column.double(), right[name], **bounds)
+
+
+def check_columns(queries: Tensor, keys: Tensor, causal: bool = True, softmax: Softmax = PLAIN) -> None:
+    """The log-sum-exp, and with it and without it the statistics, are those of the whole matrix."""
+    attention, lse = dense(queries, keys, causal, softmax)
+    exact = keys.dtype == torch.float32
+    made = columns.log_sum_exp(queries, keys, softmax, causal).double()
+    torch.testing.assert_close(made, lse, rtol=0, atol=1e-5 if exact else 0.02)
+    # As attention gives it, token by token.
+    for known in [lse.float().T.contiguous().T, *[None] * exact]:
+        statistics = attention_columns(queries, keys, softmax=softmax, names=NAMES, causal=causal, lse=known)
+        check(statistics, of_matrix(attention), EXACT if exact else ROUNDED_LOGITS)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +142,9 @@ FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_e
 )
 @pytest.mark.parametrize("n", [1, 37])
 def test_operators_that_a_gpu_is_given(
-    n: int,
-    dtype: torch.dtype,
-    sizes: tuple[int, int],
-    modern: bool,
-    operator: tuple[str, list[int]] | None,
+    n: int, dtype: torch.dtype, sizes: tuple[int, int], modern: bool, operator: tuple[str, list[int]] | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Nothing is computed: tensors without data, of a GPU, by PyTorch's own rules for the shapes of what comes back."""
     monkeypatch.setattr(columns, "has_bfloat16", lambda device: modern)
     monkeypatch.setattr(columns, "log_sum_exp", lambda queries, *_: queries.new_empty(8, n, dtype=torch.float32))
@@ -188,15 +190,7 @@ def test_what_an_operator_pads_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> 
 def test_statistics_of_the_newest_queries_columns(
     implementation: str, n: int, past: int, kv_heads: int, group: int, head_dim: int, dtype: torch.dtype
 ) -> None:
-    queries, keys = tensors(n, n + past, kv_heads, group, head_dim, dtype)
-    attention, lse = dense(queries, keys)
-    exact = dtype == torch.float32
-    made = log_sum_exp(queries, keys, Softmax(SCALING)).double()
-    torch.testing.assert_close(made, lse, rtol=0, atol=1e-5 if exact else 0.02)
-    # As attention gives it, token by token.
-    by_token = lse.float().T.contiguous().T
-    statistics = attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, lse=by_token)
-    check(statistics, of_matrix(attention), EXACT if exact else ROUNDED_LOGITS)
+    check_columns(*tensors(n, n + past, kv_heads, group, head_dim, dtype))
 
 
 @pytest.mark.few
@@ -211,37 +205,29 @@ def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
     output, made = attention_with_lse(queries, keys, values, softmax)
     torch.testing.assert_close(output.double(), attention @ values.double().repeat_interleave(3, 0), **EXACT)
     torch.testing.assert_close(made.double(), lse, **EXACT)
-    torch.testing.assert_close(log_sum_exp(queries, keys, softmax).double(), lse, **EXACT)
-    check(attention_columns(queries, keys, softmax=softmax, names=NAMES), of_matrix(attention))
-    check(attention_columns(queries, keys, softmax=softmax, names=NAMES, lse=made), of_matrix(attention))
+    check_columns(queries, keys, softmax=softmax)
     later, _ = dense(queries, keys, causal=False, softmax=softmax)
-    squares = mean_square_attention(queries, keys, softmax)
+    squares = columns.mean_square_attention(queries, keys, softmax)
     torch.testing.assert_close(squares, later.square().mean(1).float(), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("n", "entries"), [(1, 1), (70, 5), (5, 70)])
 def test_statistics_of_queries_after_all_entries(implementation: str, n: int, entries: int) -> None:
-    queries, keys = tensors(n, entries, 2, 3, 5, torch.float32)
-    attention, lse = dense(queries, keys, causal=False)
-    torch.testing.assert_close(log_sum_exp(queries, keys, Softmax(SCALING), causal=False).double(), lse, **EXACT)
-    check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, causal=False), of_matrix(attention))
+    check_columns(*tensors(n, entries, 2, 3, 5, torch.float32), causal=False)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_few_queries_over_many_entries(triton_interpreted: None, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a device has room for more programs than there are queries, entries are cut into parts."""
     monkeypatch.setattr("keepset.kernels.dispatch.processors", lambda device: 64)
-    queries, keys = tensors(9, 700, 1, 3, 5, torch.float32)
-    attention, lse = dense(queries, keys, causal)
-    torch.testing.assert_close(log_sum_exp(queries, keys, Softmax(SCALING), causal).double(), lse, **EXACT)
-    check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, causal=causal), of_matrix(attention))
+    check_columns(*tensors(9, 700, 1, 3, 5, torch.float32), causal)
 
 
 def test_of_no_queries_nothing_is_received(implementation: str) -> None:
     none, keys = torch.zeros(4, 0, 3), torch.ones(2, 6, 3)
     received = attention_columns(none, keys, softmax=Softmax(1.0), names=NAMES)
     assert all(column.tolist() == [[0.0] * 6] * 4 for column in received.values())
-    assert mean_square_attention(none, keys, Softmax(1.0)).tolist() == [[0.0] * 6] * 4
+    assert columns.mean_square_attention(none, keys, Softmax(1.0)).tolist() == [[0.0] * 6] * 4
 
 
 @pytest.mark.parametrize("names", [["sum"], ["max"], ["square"], []])
@@ -282,18 +268,12 @@ def test_chunks_of_a_prompt_add_up_to_the_whole(with_lse: bool) -> None:
     [(1, 8, 5, 7, 10), (2, 3, 33, 20, 5), (3, 1, 1, 1, 4), (2, 2, 9, 300, 8)],
 )
 def test_mean_squares_in_blocks(
-    implementation: str,
-    monkeypatch: pytest.MonkeyPatch,
-    kv_heads: int,
-    group: int,
-    n: int,
-    entries: int,
-    size: int,
+    implementation: str, monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, n: int, entries: int, size: int,
     dtype: torch.dtype,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(columns, "CACHE_BLOCK", 200)
     # Rotated in float32, from queries of the model's precision, to which kernels of a GPU round them again.
     queries, keys = tensors(n, entries, kv_heads, group, size, dtype)
     attention, _ = dense(2 * queries, keys, causal=False)
-    made = mean_square_attention(2 * queries.float(), keys, Softmax(SCALING))
+    made = columns.mean_square_attention(2 * queries.float(), keys, Softmax(SCALING))
     torch.testing.assert_close(made, attention.square().mean(1).float(), rtol=1e-4, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 and 4 bits, against plain numbers."""
+"""Keys and values in 8 and 4 bits, and the matrix by which their rows are mixed, against plain numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from keepset.kernels.entry_format import FORMATS, LEVELS, format_of
-from tests.kernels.few_bits import meant, rounded
+from keepset.kernels.entry_format import FORMATS, LEVELS, format_of, mixing, mixing_of
+from tests.kernels.few_bits import matrix, meant, rounded
 from tests.kernels.test_attention import ROUNDING, seeded
 
 EIGHT, FOUR = FORMATS[8], FORMATS[4]
@@ -77,3 +77,45 @@ def test_a_second_layer_has_nearly_8_bits() -> None:
     both = first + FOUR.dequantize(*FOUR.quantize(rows - first, rows.dtype))
     errors = [((each - rows).square().sum() / rows.square().sum()).sqrt() for each in (first, both)]
     assert 0.08 < errors[0] < 0.1 and errors[1] < 0.011
+
+
+# --- mixed
+
+
+@pytest.mark.parametrize("size", [1, 2, 6, 10, 64, 72, 80, 96, 128])
+def test_the_matrix_is_orthogonal_and_never_changes(size: int) -> None:
+    torch.testing.assert_close(mixing(size), matrix(size))
+    torch.testing.assert_close(mixing(size) @ mixing(size).T, torch.eye(size, dtype=torch.float64))
+    # A single number is spread over the whole row.
+    if size > 2:
+        assert mixing(size).abs().max() <= math.sqrt(2 / (size & -size))
+
+
+@pytest.mark.few
+@pytest.mark.cross
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("size", [6, 80, 160])
+def test_rows_anywhere(implementation: str, size: int, dtype: torch.dtype) -> None:
+    """As models make them token by token, in one row, of any number of axes, none, and with numbers apart."""
+    draw, spread = seeded(1), mixing_of(size, "cpu")
+    by_token, turned = torch.randn(2, 9, 3, size, generator=draw).to(dtype), matrix(size)
+    every = [by_token, by_token.transpose(1, 2), by_token[0, 0, 1], by_token[:, :0], by_token[None, :, None]]
+    every.append(torch.randn(size, 40, generator=draw).to(dtype).T)
+    # Products are float32 and come back in the rows' type; Triton's interpreter cuts bfloat16 where a GPU rounds.
+    atol = 1e-5 + 8 * ROUNDING[dtype]
+    for rows in every:
+        output = torch.full_like(rows, 7.0, memory_format=torch.contiguous_format)
+        assert spread.unmixed(rows, output) is output
+        mixed = spread.mixed(rows), spread.mixed_queries(rows), spread.unmixed(rows), output
+        for made, by in zip(mixed, (turned.T, turned.T, turned, turned), strict=True):
+            assert made.dtype == dtype and made.shape == rows.shape
+            torch.testing.assert_close(made.double(), rows.double() @ by, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_what_is_no_number_spoils_its_own_mixed_row_only(implementation: str, strange: float) -> None:
+    rows = torch.ones(40, 16)
+    rows[3, 5] = strange
+    mixed = mixing_of(16, "cpu").mixed(rows)
+    assert not mixed[3].isfinite().any()
+    assert mixed[[0, 2, 4, 39]].isfinite().all()

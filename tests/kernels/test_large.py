@@ -5,8 +5,6 @@ Memory that is never touched costs nothing: only the few pages that are looked a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, PagedToken
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import add_received, add_received_in_pages
-from tests.kernels.interpreter import on_operators
+from tests.kernels.interpreter import Noted, on_operators
 from tests.kernels.test_attention import packed_heads
 
 HALF = torch.bfloat16
@@ -79,17 +77,6 @@ def test_pages_of_a_large_pool(triton_interpreted: None, monkeypatch: pytest.Mon
     on_operators(monkeypatch)
     for mine, right in zip(made, all_of_it(near, 0), strict=True):
         torch.testing.assert_close(mine, right, **TOLERANCE)
-
-
-class Noted:
-    """A kernel of which only grids are looked at."""
-
-    def __init__(self) -> None:
-        self.grids: list[tuple[int, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        self.grids.append(grid)
-        return lambda *args, **kwargs: None
 
 
 def test_grids_of_many_queries_are_within_a_gpus_limits(

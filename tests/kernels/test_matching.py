@@ -43,19 +43,25 @@ def as_read(keys: Tensor) -> Tensor:
     return torch.stack([rounded(row) for row in keys.double() @ mixing.T]) @ mixing
 
 
-def attention(heads: FitProblem, head: int) -> np.ndarray:
-    """Of every query over all entries."""
-    logits = (heads.queries[head].double() @ heads.keys[head].double().T * 0.4 + heads.added[head].double()).numpy()
-    powers = np.exp(logits - logits.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
+def attention(
+    heads: FitProblem, head: int, kept: Tensor | slice = slice(None), biases: Tensor | float = 0.0,
+    softmax: Softmax = PLAIN, keys: Tensor | None = None,
+) -> np.ndarray:  # fmt: skip
+    """Of every query over some entries alone, from their own logits; each query is a head of the softmax."""
+    keys = heads.keys[head][kept] if keys is None else keys
+    added, products = heads.added[head][kept] + biases, heads.queries[head].double() @ keys.double().T * 0.4
+    sinks = None if softmax.sinks is None else softmax.sinks[0]
+    whole = replace(softmax, sinks=sinks)
+    return np.stack([attention_of(row, whole, query, added).numpy() for query, row in enumerate(products)])
 
 
-def error(heads: FitProblem, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> float:
-    """How far attention over the kept entries alone, from their own logits, is from that over all."""
-    keys, added = heads.keys[head][kept].double(), heads.added[head][kept].double() + biases.double()
-    output = (heads.queries[head].double() @ keys.T * 0.4 + added).softmax(-1) @ values.double()
-    wanted = attention(heads, head) @ heads.values[head].double().numpy()
-    return float(np.square(output.numpy() - wanted).sum())
+def error(
+    heads: FitProblem, head: int, kept: Tensor, biases: Tensor, values: Tensor, softmax: Softmax = PLAIN
+) -> float:
+    """How far attention over the kept entries alone is from that over all."""
+    output = attention(heads, head, kept, biases, softmax) @ values.double().numpy()
+    wanted = attention(heads, head, softmax=softmax) @ heads.values[head].double().numpy()
+    return float(np.square(output - wanted).sum())
 
 
 def solved(rows: np.ndarray, right: np.ndarray, root: float, towards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -63,49 +69,34 @@ def solved(rows: np.ndarray, right: np.ndarray, root: float, towards: np.ndarray
     return np.concatenate([rows, root * np.eye(rows.shape[1])]), np.concatenate([right, root * towards])
 
 
-def test_a_dropped_twin_is_stood_for_by_log_two() -> None:
-    heads, kept = random_heads(1, 40, 6, 8), torch.arange(6)[None]
-    twins = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part], 1) for part in heads[2:]))
-    biases, values = fit(twins, kept)
-    torch.testing.assert_close(biases, torch.full_like(biases, math.log(2)), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(values, heads.values, rtol=1e-4, atol=1e-4)
-    # One twin of one entry alone: that one stands for two, the others for themselves.
-    one = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part[:, :1]], 1) for part in heads[2:]))
-    gap = error(one, 0, kept[0], *(part[0] for part in fit(one, kept, ridge=1e-6)))
-    assert gap < 1e-2 * error(one, 0, kept[0], torch.zeros(6), heads.values[0])
-
-
 @pytest.mark.parametrize("blocks", [1, 2**20])
-@pytest.mark.parametrize(("softcap", "sunk"), [(0.5, False), (None, True), (0.5, True)])
+@pytest.mark.parametrize(("softcap", "sunk"), [(None, False), (0.5, False), (None, True), (0.5, True)])
 def test_caps_and_sinks(monkeypatch: pytest.MonkeyPatch, softcap: float | None, sunk: bool, blocks: int) -> None:
     """A twin is stood for by log two; and what is fitted is nearer to the whole than what was there."""
     monkeypatch.setattr(matching, "PRODUCT_BLOCK", blocks)
-    heads, kept, draw = random_heads(1, 40, 6, 8), torch.arange(6)[None], seeded(3)
-    sinks = torch.randn(1, 40, generator=draw) + 1.0
-    softmax = Softmax(0.4, softcap, sinks if sunk else None)
+    draw, exact = seeded(3), 1e-4 if softcap is None and not sunk else 1e-3
+
+    def softmax(queries: int) -> Softmax:
+        return Softmax(0.4, softcap, torch.randn(1, queries, generator=draw) + 1.0 if sunk else None)
+
+    heads, kept, makes = random_heads(1, 40, 6, 8), torch.arange(6)[None], softmax(40)
     twins = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part], 1) for part in heads[2:]))
-    biases, values = fit(twins, kept, softmax=softmax)
-    torch.testing.assert_close(biases, torch.full_like(biases, math.log(2)), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(values, heads.values, rtol=1e-3, atol=1e-3)
+    biases, values = fit(twins, kept, softmax=makes)
+    torch.testing.assert_close(biases, torch.full_like(biases, math.log(2)), rtol=exact, atol=exact)
+    torch.testing.assert_close(values, heads.values, rtol=exact, atol=exact)
 
-    many, places = random_heads(1, 60, 30, 8), torch.arange(0, 30, 3)[None]
-    softmax = replace(softmax, sinks=torch.randn(1, 60, generator=draw) if sunk else None)
+    many, places, makes = random_heads(1, 60, 30, 8), torch.arange(0, 30, 3)[None], softmax(60)
+    biases, values = fit(many, places, 0.001, softmax=makes)
+    before = error(many, 0, places[0], torch.zeros(10), many.values[0, places[0]], makes)
+    assert error(many, 0, places[0], biases[0], values[0], makes) < 0.3 * before
 
-    def attended(keys: Tensor, biases: Tensor, values: Tensor) -> Tensor:
-        rows = []
-        for row, query in enumerate(many.queries[0]):
-            weights = attention_of(keys.double() @ query.double() * 0.4, own(row), 0, biases)
-            rows.append(weights @ values.double())
-        return torch.stack(rows)
 
-    def own(row: int) -> Softmax:
-        return replace(softmax, sinks=None if softmax.sinks is None else softmax.sinks[0, row : row + 1])
-
-    biases, values = fit(many, places, 0.001, softmax=softmax)
-    keys, whole = many.keys[0, places[0]], attended(many.keys[0], torch.zeros(30), many.values[0])
-    before = attended(keys, torch.zeros(10), many.values[0, places[0]]) - whole
-    after = attended(keys, biases[0], values[0]) - whole
-    assert after.square().sum() < 0.3 * before.square().sum()
+def test_a_twin_of_one_entry_alone() -> None:
+    """That one stands for two, the others for themselves."""
+    heads, kept = random_heads(1, 40, 6, 8), torch.arange(6)[None]
+    one = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part[:, :1]], 1) for part in heads[2:]))
+    gap = error(one, 0, kept[0], *(part[0] for part in fit(one, kept, ridge=1e-6)))
+    assert gap < 1e-2 * error(one, 0, kept[0], torch.zeros(6), heads.values[0])
 
 
 def test_nothing_dropped_changes_nothing() -> None:
@@ -122,12 +113,9 @@ def test_values_are_those_of_ridge_regression(queries: int, kept: int, bits: int
     places = torch.stack([torch.randperm(40, generator=seeded(i))[:kept] for i in range(2)])
     _, values = fit(heads, places, ridge, biases=False, bits=bits)
     for head in range(2):
-        shares, of_kept = attention(heads, head), attention(heads, head)[:, places[head]]
-        if bits == 4:
-            keys = heads.keys[head][places[head]].double()
-            of_kept = of_kept * np.exp((heads.queries[head].double() @ (as_read(keys) - keys).T * 0.4).numpy())
-        paid = of_kept / of_kept.sum(-1, keepdims=True)
-        wanted = shares @ heads.values[head].double().numpy()
+        keys = heads.keys[head][places[head]]
+        paid = attention(heads, head, places[head], keys=as_read(keys) if bits == 4 else keys)
+        wanted = attention(heads, head) @ heads.values[head].double().numpy()
         root = math.sqrt(ridge * np.square(paid).sum() / kept)
         rows, right = solved(paid, wanted, root, heads.values[head, places[head]].double().numpy())
         expected = np.linalg.lstsq(rows, right, rcond=None)[0]
@@ -176,11 +164,11 @@ def test_what_is_read_in_4_bits_is_nearer_if_it_was_fitted_to_that(kept: int, pa
     """Also where nothing was dropped: values make up for rounded keys."""
     heads = random_heads(1, 60, 40, 6)
     place = torch.randperm(40, generator=seeded(0))[:kept].sort().values
-    outputs = attention(heads, 0) @ heads.values[0].double().numpy()
-    logits, gaps = heads.queries[0].double() @ as_read(heads.keys[0][place]).T * 0.4, []
+    outputs, keys, gaps = attention(heads, 0) @ heads.values[0].double().numpy(), as_read(heads.keys[0][place]), []
     for bits in (4, 16):
-        biases, values = (each[0].double() for each in fit(heads, place[None], bits=bits))
-        gaps.append(float(np.square(((logits + biases).softmax(-1) @ values).numpy() - outputs).sum()))
+        biases, values = (each[0] for each in fit(heads, place[None], bits=bits))
+        read = attention(heads, 0, place, biases, keys=keys) @ values.double().numpy()
+        gaps.append(float(np.square(read - outputs).sum()))
     assert gaps[0] < part * gaps[1]
 
 

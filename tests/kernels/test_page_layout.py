@@ -41,14 +41,9 @@ def check(rows: list[Row], block_size: int, spare: int) -> None:
 
 def append(rows: list[Row], tokens: list[int], block_size: int) -> None:
     """So many new tokens for each request in one step: their slots are where the allocators put them."""
-    expected: list[list[int]] = [[] for _ in rows[0].layers]
     batch = [(r, rows[r].length + i) for r, n in enumerate(tokens) for i in range(n)]
-    for r, _ in batch:
-        for index, allocator in enumerate(rows[r].layers):
-            allocator.append()
-            for head, own in enumerate(allocator.heads):
-                subpage = rows[r].subpages(index, head)[-1]
-                expected[index].append(subpage * block_size + (len(own.held) - 1) % block_size)
+    appended = [rows[r].append() for r, _ in batch]
+    expected = [[slot for new in appended for slot in new[index]] for index in range(len(rows[0].layers))]
     places = torch.tensor(batch, dtype=torch.int64).reshape(-1, 2)
     layout, _, pages = tables_of(rows, block_size, 0)
     found = slots(layout, pages, places[:, 1], places[:, 0], block_size)
@@ -71,14 +66,7 @@ def compress(row: Row, data: st.DataObject, block_size: int) -> None:
 
 
 @examples(150)
-@given(
-    data=st.data(),
-    kv_heads=KV_HEADS,
-    block_size=SIZES,
-    layers=st.integers(1, 2),
-    requests=st.integers(1, 3),
-    steps=st.integers(1, 5),
-)
+@given(st.data(), KV_HEADS, SIZES, st.integers(1, 2), st.integers(1, 3), st.integers(1, 5))
 def test_tables_and_slots_are_those_of_an_allocator(
     data: st.DataObject, kv_heads: int, block_size: int, layers: int, requests: int, steps: int
 ) -> None:
@@ -101,12 +89,7 @@ def test_tables_and_slots_are_those_of_an_allocator(
 
 
 @examples(150)
-@given(
-    data=st.data(),
-    kv_heads=st.sampled_from([1, 3, 8]),
-    block_size=st.sampled_from([1, 2, 4, 7]),
-    length=st.integers(1, 40),
-)
+@given(st.data(), st.sampled_from([1, 3, 8]), st.sampled_from([1, 2, 4, 7]), st.integers(1, 40))
 def test_blocks_needed_is_the_least_that_ever_suffices(
     data: st.DataObject, kv_heads: int, block_size: int, length: int
 ) -> None:
@@ -126,7 +109,7 @@ def test_blocks_needed_is_the_least_that_ever_suffices(
 
 
 @examples(150)
-@given(data=st.data(), kv_heads=KV_HEADS, block_size=SIZES, layers=st.integers(1, 3))
+@given(st.data(), KV_HEADS, SIZES, st.integers(1, 3))
 def test_after_shared_pages_a_request_writes_to_its_own(
     data: st.DataObject, kv_heads: int, block_size: int, layers: int
 ) -> None:

@@ -93,6 +93,18 @@ class Case:
         some = torch.tensor([several[place] for place in places], dtype=torch.int32).T.contiguous()
         return PagedTokens(table, some[1], int(lengths.max()), torch.tensor(places), some[0])
 
+    def held(self, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A head's entries in the second layer, in order, their numbers, and the biases of those that were kept."""
+        (blocks, kv_heads, size, width), kept = self.caches[0].shape, self.rows[row].states[1][0][head]
+        slots = _slots(self.rows[row], head, size)
+        numbers, biases = torch.zeros(len(slots), width, dtype=torch.float64), torch.zeros(len(slots))
+        for i, (slot, _) in enumerate(slots):
+            layer, *there = at(slot, size, kv_heads, blocks)
+            numbers[i] = self.caches[layer][tuple(there)]
+            if i < kept:
+                biases[i] = self.bias[layer, slot % self.bias.shape[1]]
+        return torch.tensor([entry for _, entry in slots]), numbers, biases
+
 
 def at(slot: int, size: int, kv_heads: int, blocks: int) -> tuple[int, int, int, int]:
     """Of a slot of the second layer, whose numbers go on in the first: layer, block, head and offset."""
@@ -118,19 +130,14 @@ def expected(
 ) -> Tensor:
     """Entry by entry; of latents the value is a part of the key."""
     output = torch.zeros(*queries.shape[:2], latent or queries.shape[2], dtype=torch.float64)
-    blocks, kv_heads, size, width = case.caches[0].shape
+    _, kv_heads, _, width = case.caches[0].shape
     group = queries.shape[1] // kv_heads
     keys, values = (slice(width // 2), slice(width // 2, None)) if latent is None else (slice(None), slice(latent))
     for place, row, length in numbered(tokens):
         for head in range(kv_heads) if length else ():
-            kept, entries, added = case.rows[row].states[1][0][head], [], []
-            for i, (slot, entry) in enumerate(_slots(case.rows[row], head, size)):
-                if entry >= length:
-                    continue
-                layer, *there = at(slot, size, kv_heads, blocks)
-                entries.append(case.caches[layer][tuple(there)].double())
-                added.append(float(case.bias[layer, slot % case.bias.shape[1]]) if biased and i < kept else 0.0)
-            numbers, biases = torch.stack(entries), torch.tensor(added)
+            entries, numbers, biases = case.held(row, head)
+            seen = entries < length
+            numbers, biases = numbers[seen], biases[seen] * biased
             for query in range(head * group, (head + 1) * group):
                 products = numbers[:, keys] @ queries[place, query].double() * softmax.scaling
                 output[place, query] = attention_of(products, softmax, query, biases) @ numbers[:, values]

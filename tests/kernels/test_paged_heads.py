@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from keepset.kernels import paged
 from keepset.kernels.page_entries import read_pages
 from keepset.kernels.paged import attend_heads
 from keepset.kernels.softmax import Softmax
-from tests.kernels.quantised import format_of, meant, random_rows
-from tests.kernels.test_attention import TOLERANCE, seeded
+from tests.kernels.quantised import ALL_FORMATS, quantised
+from tests.kernels.test_attention import TOLERANCE, attention_of, seeded
 
 SIZE, LENGTHS = 4, [9, 0, 1, 33, 34, 4, 0, 40]
 """Entries of a page, and of each head."""
@@ -21,74 +23,51 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def expected(queries: Tensor, entries: list[tuple[Tensor, Tensor]], softmax: Softmax, biases: list[Tensor]) -> Tensor:
-    """Head by head."""
+    """Head by head and query by query."""
     output = torch.zeros(queries.shape, dtype=torch.float64)
     for head, ((keys, values), bias) in enumerate(zip(entries, biases, strict=True)):
-        if len(keys):
-            logits = queries[head].double() @ keys.double().T * softmax.scaling
-            if softmax.softcap is not None:
-                logits = softmax.softcap * (logits / softmax.softcap).tanh()
-            weights = (logits + bias.double()).exp()
-            beside = 0.0 if softmax.sinks is None else softmax.sinks[head, :, None].double().exp()
-            output[head] = weights @ values.double() / (weights.sum(-1, keepdim=True) + beside)
+        own = replace(softmax, sinks=None if softmax.sinks is None else softmax.sinks[head])
+        for query in range(queries.shape[1] if len(keys) else 0):
+            logits = keys.double() @ queries[head, query].double() * softmax.scaling
+            output[head, query] = attention_of(logits, own, query, bias) @ values.double()
     return output
 
 
 @pytest.mark.few
 @pytest.mark.parametrize("block", [1, 100, 2**20])
 @pytest.mark.parametrize(("biased", "capped"), [(False, False), (True, True), (True, False), (False, True)])
-@pytest.mark.parametrize(
-    ("kind", "scales"),
-    [("", None), ("int8", None), ("fp8", None), ("fp8", (0.5, 0.25)), ("fp8_e5m2", (0.5, 0.25))],
-)
+@pytest.mark.parametrize("stored", [None, *ALL_FORMATS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_is_that_of_every_entry(
-    dtype: torch.dtype,
-    kind: str,
-    scales: tuple[float, float] | None,
-    biased: bool,
-    capped: bool,
-    block: int,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, stored: Any, biased: bool, capped: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a head's end its pages hold what is no number."""
     monkeypatch.setattr(paged, "PRODUCT_BLOCK", block)
     draw, dim, most = seeded(1), 8, -(-max(LENGTHS) // SIZE)
     tables = torch.randperm(len(LENGTHS) * most, generator=draw).view(-1, most)
-    places, how = (tables.numel(), 1, SIZE), format_of(kind, dim, dtype, scales) if kind else None
-    if how is None:
-        cache = torch.randn(*places, 2 * dim, generator=draw).to(dtype)
-    else:
-        cache = random_rows(*places, 2, kind=kind, head_dim=dim, own_scales=scales is None, draw=draw).flatten(3)
-    garbage = torch.full((2 * dim,), math.nan).to(dtype) if how is None else torch.full((cache.shape[3],), 255).byte()
-    lengths, entries = torch.tensor(LENGTHS), []
+    cache, how = torch.randn(tables.numel(), 1, SIZE, 2 * dim, generator=draw).to(dtype), None
     for length, table in zip(LENGTHS, tables, strict=True):
         pages = cache[table].flatten(0, 2)
-        halves = pages[:length].chunk(2, -1)
-        if how is None:
-            entries.append((halves[0], halves[1]))
-        else:
-            keys, values = (meant(part, kind, dim, scales and scales[i]) for i, part in enumerate(halves))
-            entries.append((keys, values))
-        pages[length:] = garbage
-        cache[table] = pages.view(-1, 1, SIZE, cache.shape[3])
+        pages[length:] = math.nan
+        cache[table] = pages.view(-1, 1, SIZE, 2 * dim)
+    floats = cache
+    if stored:
+        (cache,), (floats,), how = quantised([cache], *stored, torch.float64, draw)
+        how = replace(how, dtype=dtype)
+    ends = zip(LENGTHS, tables, strict=True)
+    entries = [floats[table].flatten(0, 2)[:length].chunk(2, -1) for length, table in ends]
     largest = max(float(keys.abs().max()) for keys, _ in entries if len(keys))
     # Logits of hundreds would have their last bits decide the fifth digit of attention.
     queries = (torch.randn(len(LENGTHS), 3, dim, generator=draw) / largest).to(dtype)
     column = torch.randn(len(LENGTHS), most * SIZE, generator=draw)
     output = torch.full(queries.shape, 7.0).to(dtype)
     softmax = Softmax(0.3, 0.1, torch.randn(len(LENGTHS), 3, generator=draw)) if capped else Softmax(0.3)
-    attend_heads(
-        queries,
-        lambda subpages: read_pages([cache], 0, subpages).chunk(2, -1),
-        tables.int(),
-        lengths.int(),
-        SIZE,
-        softmax,
-        output,
-        how,
-        (lambda some, number: column[some, :number]) if biased else None,
-    )
+
+    def read(subpages: Tensor) -> tuple[Tensor, ...]:
+        return read_pages([cache], 0, subpages).chunk(2, -1)
+
+    added, lengths = (lambda some, number: column[some, :number]) if biased else None, torch.tensor(LENGTHS)
+    attend_heads(queries, read, tables.int(), lengths.int(), SIZE, softmax, output, how, added)
     biases = [column[head, :length] * biased for head, length in enumerate(LENGTHS)]
     right = expected(queries, entries, softmax, biases)
     # Values of thousands may cancel one another, and are rounded as what they are: they have a size of 1 here.

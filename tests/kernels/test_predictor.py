@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.kernels import predictor
 from keepset.kernels.entry_format import decode, encode
-from keepset.kernels.page_entries import _table, read_pages
+from keepset.kernels.page_entries import _table
 from keepset.kernels.predictor import Networks, entry_codes, entry_codes_in_pages, turns_of
 from tests.kernels.codes import check_same_codes
 from tests.kernels.quantised import ALL_FORMATS, quantised
@@ -80,20 +80,17 @@ def entries_of(
     return {
         "keys": torch.randn(*shape, head_dim, generator=draw).to(dtype),
         "values": torch.randn(*shape, value_dim, generator=draw).to(dtype),
-        "positions": torch.randint(LONGEST, shape, generator=draw).sort().values,
-        "new": valid & ~scored,
+        "positions": torch.randint(LONGEST, shape, generator=draw).sort().values, "new": valid & ~scored,
         "known": known.where(valid & scored, 0),
-    }
+    }  # fmt: skip
 
 
 CASES = [
-    (5, 5, 6, 70, torch.float32),
-    (6, 11, 70, 9, torch.float32),
-    (80, 80, 20, 66, torch.bfloat16),
+    (5, 5, 6, 70, torch.float32), (6, 11, 70, 9, torch.float32), (80, 80, 20, 66, torch.bfloat16),
     pytest.param(64, 64, 64, 70, torch.float16, marks=pytest.mark.full),
     pytest.param(128, 128, 70, 20, torch.bfloat16, marks=pytest.mark.full),
     pytest.param(256, 256, 32, 20, torch.float32, marks=pytest.mark.full),
-]
+]  # fmt: skip
 
 
 @pytest.mark.few
@@ -139,50 +136,37 @@ def test_what_a_code_holds() -> None:
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
-    ("head_dim", "size", "dtype", "kind", "scales"),
-    [(5, 4, torch.float32, "", None), (80, 16, torch.bfloat16, "", None)]
-    + [(12, 4, torch.float32, *each) for each in ALL_FORMATS]
-    + [pytest.param(40, 16, torch.float32, "int8", None, marks=pytest.mark.full)],
+    ("head_dim", "size", "dtype", "stored"),
+    [(5, 4, torch.float32, None), (80, 16, torch.bfloat16, None)]
+    + [(12, 4, torch.float32, each) for each in ALL_FORMATS]
+    + [pytest.param(40, 16, torch.float32, ("int8", None), marks=pytest.mark.full)],
 )
 def test_codes_of_pages_are_those_of_stores(
-    triton_interpreted: None,
-    head_dim: int,
-    size: int,
-    dtype: torch.dtype,
-    kind: str,
-    scales: tuple[float, float] | None,
+    triton_interpreted: None, head_dim: int, size: int, dtype: torch.dtype, stored: Any
 ) -> None:
     """Layer after layer from the second of three on, whose blocks lie anywhere; quantised ones as what they mean."""
     _table.cache_clear()
-    draw = torch.Generator().manual_seed(1)
+    draw, entries = torch.Generator().manual_seed(1), 30
     networks, _ = random_networks(head_dim, head_dim, 20, draw)
-    given, pages = entries_of(head_dim, head_dim, 30, dtype, draw), -(-30 // size)
-    blocks = ROWS * pages + 3
-    caches = [torch.full((blocks, HEADS, size, 2 * head_dim), math.nan).to(dtype) for _ in range(3)]
-    subpages = torch.empty(LAYERS * ROWS, HEADS, pages, dtype=torch.int64)
-    for layer in range(LAYERS):
-        free = torch.randperm(blocks * HEADS, generator=draw).tolist()
-        for row in range(layer * ROWS, layer * ROWS + ROWS):
-            for head in range(HEADS):
-                own = [free.pop() for _ in range(pages)]
-                subpages[row, head] = torch.tensor(own) + layer * blocks * HEADS
-                both = torch.cat([given["keys"], given["values"]], -1)[row, head]
-                for page, part in zip(own, both.split(size), strict=True):
-                    caches[1 + layer][page // HEADS, page % HEADS, : len(part)] = part
-    parts, formats = {name: given[name] for name in ("positions", "new", "known")}, []
-    if kind:
-        caches, floats, how = quantised(caches, kind, scales, dtype, draw)
-        formats = [how] * LAYERS
-        read = [
-            read_pages(floats, 1 + layer, subpages[layer * ROWS : layer * ROWS + ROWS] - layer * blocks * HEADS)
-            for layer in range(LAYERS)
-        ]
-        given["keys"], given["values"] = (part[:, :, :30] for part in torch.cat(read).nan_to_num().chunk(2, -1))
+    given, pages = entries_of(head_dim, head_dim, entries, dtype, draw), -(-entries // size)
+    blocks, layer = ROWS * pages + 3, torch.arange(LAYERS)[:, None, None, None]
+    caches = torch.full((3, blocks, HEADS, size, 2 * head_dim), math.nan).to(dtype)
+    anywhere = [torch.randperm(blocks * HEADS, generator=draw)[: ROWS * HEADS * pages] for _ in range(LAYERS)]
+    own = torch.stack(anywhere).view(LAYERS, ROWS, HEADS, pages)
+    whole = torch.nn.functional.pad(
+        torch.cat([given["keys"], given["values"]], -1), (0, 0, 0, pages * size - entries), value=math.nan
+    )
+    there, formats = (1 + layer, own // HEADS, own % HEADS), []
+    caches[there] = whole.view(LAYERS, ROWS, HEADS, pages, size, -1)
+    kept = list(caches)
+    if stored:
+        kept, floats, how = quantised(kept, *stored, dtype, draw)
+        formats, read = [how] * LAYERS, torch.stack(floats)[there].flatten(3, 4).flatten(0, 1).nan_to_num()
+        given["keys"], given["values"] = read[:, :, :entries].chunk(2, -1)
+    subpages, parts = (own + layer * blocks * HEADS).flatten(0, 1), {name: given[name] for name in ("positions", "new")}
     for known in (given["known"], None):
-        own = {"known": known}
-        made = entry_codes_in_pages(caches, 1, subpages, networks=networks, formats=formats, **parts | own)
-        right = entry_codes(networks=networks, **given | own)
-        check_same_codes(made, right, 0.98)
+        made = entry_codes_in_pages(kept, 1, subpages, networks=networks, formats=formats, known=known, **parts)
+        check_same_codes(made, entry_codes(networks=networks, **given | {"known": known}), 0.98)
 
 
 def test_what_has_a_code_is_not_read(implementation: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
 
@@ -15,12 +17,13 @@ from torch import Tensor
 from keepset.kernels import second_pass
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from keepset.kernels.softmax import Softmax
-from tests.kernels.interpreter import on_operators
 from tests.kernels.test_attention import attention_of, other_softmax
 from tests.methods.naive import EXACT
 from tests.tiers import examples
 
 NAMES = {"sum", "max", "square"}
+SIZES = st.tuples(*(st.integers(1, most) for most in (3, 3, 20, 5, 4)))
+TOKENS = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
 def random(seed: int, *sizes: int) -> Tensor:
@@ -33,68 +36,60 @@ def pair(seed: int, heads: int, n: int, value_dim: int) -> tuple[Tensor, Tensor]
 
 
 def check(
-    made: tuple[Tensor, dict[str, Tensor]],
-    queries: Tensor,
-    entries: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
-    softmax: Softmax,
-    scope: SoftmaxScope | None = None,
-) -> None:
-    """Output, and columns of attention to the entries, against attention number by number."""
+    made: tuple[Tensor, dict[str, Tensor]], queries: Tensor, entries: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor],
+    softmax: Softmax, pieces: Sequence[PackedSequence],
+) -> None:  # fmt: skip
+    """Output, and columns of attention to the entries, against attention number by number, piece by piece."""
     output, received = made
-    (heads, n, _), cached = queries.shape, entries[0].shape[1]
+    (heads, n, _), cached, first = queries.shape, entries[0].shape[1], 0
     group, paid = heads // len(entries[0]), torch.zeros(heads, n, cached, dtype=torch.float64)
-    for head, i in product(range(heads), range(n)):
-        keys, values = (
-            torch.cat([a[head // group], b[head // group, : i + 1]]).double() for a, b in zip(entries, own, strict=True)
-        )
-        products = keys @ queries[head, i].double() * softmax.scaling
-        expected = attention_of(products, softmax, head) @ values
-        torch.testing.assert_close(output[head, i].double(), expected, **EXACT)
+    for size, scope in pieces:
         sinks, start, stop = scope or (0, 0, cached)
-        seen = [*range(sinks), *range(start, stop), *range(cached, cached + i + 1)]
-        paid[head, i, start:stop] = attention_of(products[seen], softmax, head)[sinks : sinks + stop - start]
+        for head, i in product(range(heads), range(first, first + size)):
+            both = zip(entries, own, strict=True)
+            keys, values = (torch.cat([a[head // group], b[head // group, first : i + 1]]).double() for a, b in both)
+            products = keys @ queries[head, i].double() * softmax.scaling
+            expected = attention_of(products, softmax, head) @ values
+            torch.testing.assert_close(output[head, i].double(), expected, **EXACT)
+            seen = [*range(sinks), *range(start, stop), *range(cached, len(keys))]
+            paid[head, i, start:stop] = attention_of(products[seen], softmax, head)[sinks : sinks + stop - start]
+        first += size
     for name, right in {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}.items():
         torch.testing.assert_close(received[name].double(), right, **EXACT)
 
 
-@examples(60)
-@given(
-    sizes=st.tuples(*(st.integers(1, most) for most in (3, 3, 20, 9, 5, 4))),
-    rows=st.integers(1, 8),
-    seed=st.integers(0, 1000),
-)
-def test_attention_and_its_columns(sizes: tuple[int, int, int, int, int, int], rows: int, seed: int) -> None:
-    kv_heads, group, cached, n, head_dim, value_dim = sizes
+@examples(70)
+@given(SIZES, TOKENS, st.integers(0, 3), st.integers(1, 8), st.integers(0, 999), st.data())
+def test_attention_and_its_columns(
+    sizes: tuple[int, ...], tokens: list[int], kind: int, rows: int, seed: int, data: st.DataObject
+) -> None:
+    """Of one piece of a task, or of several, each of which is as if it came alone."""
+    (kv_heads, group, cached, head_dim, value_dim), n, pieces = sizes, sum(tokens), []
+    for size in tokens:
+        ends = sorted(data.draw(st.tuples(*[st.integers(0, cached - 1)] * 3), label="scope"))
+        scope = SoftmaxScope(ends[0], ends[1], ends[2] + 1) if data.draw(st.booleans(), label="scoped") else None
+        pieces.append(PackedSequence(size, scope))
+    softmax = replace(other_softmax(kv_heads * group)[kind], scaling=0.7)
     queries = random(seed, kv_heads * group, n, head_dim) * 2
     entries = random(seed + 1, kv_heads, cached, head_dim), random(seed + 2, kv_heads, cached, value_dim)
     own = random(seed + 3, kv_heads, n, head_dim), random(seed + 4, kv_heads, n, value_dim)
     with patch.object(second_pass, "_LEAST_ROWS", rows), patch.object(second_pass, "PRODUCT_BLOCK", 1):
-        made = second_pass_attention(queries, entries, own, Softmax(0.7), NAMES)
-        few = second_pass_attention(queries, entries, own, Softmax(0.7), {"max"})[1]
-    check(made, queries, entries, own, Softmax(0.7))
+        made = second_pass_attention(queries, entries, own, softmax, NAMES, pieces)
+        few = second_pass_attention(queries, entries, own, softmax, {"max"}, pieces)[1]
+    check(made, queries, entries, own, softmax, pieces)
     assert list(few) == ["max"] and torch.equal(few["max"], made[1]["max"])  # only what is asked for
 
 
+@pytest.mark.cross
+@pytest.mark.parametrize("kind", range(4))
 @pytest.mark.parametrize("value_dim", [4, 3])
-def test_as_kernels_of_a_gpu_make_it(triton_interpreted: None, value_dim: int) -> None:
-    queries, own, entries = random(0, 6, 8, 4), pair(1, 2, 8, value_dim), pair(3, 2, 11, value_dim)
-    scopes = (3, None), (1, SoftmaxScope(2, 3, 7)), (4, SoftmaxScope(0, 0, 5))
-    pieces = [PackedSequence(*each) for each in scopes]
-    made = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
-    with pytest.MonkeyPatch.context() as patch:
-        on_operators(patch)
-        right = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
-    torch.testing.assert_close(made, right, **EXACT)
-
-
-@pytest.mark.parametrize("scope", [None, SoftmaxScope(2, 3, 7)])
-@pytest.mark.parametrize("kind", [1, 2, 3])
-def test_caps_and_sinks(implementation: str, kind: int, scope: SoftmaxScope | None) -> None:
+def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
     """In a narrower softmax a sink still has its part."""
-    queries, own, entries, softmax = random(0, 6, 5, 4), pair(1, 2, 5, 4), pair(3, 2, 11, 4), other_softmax(6)[kind]
-    made = second_pass_attention(queries, entries, own, softmax, NAMES, [PackedSequence(5, scope)])
-    check(made, queries, entries, own, softmax, scope)
+    scopes = (3, None), (1, SoftmaxScope(2, 3, 7)), (4, SoftmaxScope(0, 0, 5))
+    queries, own, entries = random(0, 6, 8, 4), pair(1, 2, 8, value_dim), pair(3, 2, 11, value_dim)
+    pieces, softmax = [PackedSequence(*each) for each in scopes], other_softmax(6)[kind]
+    made = second_pass_attention(queries, entries, own, softmax, NAMES, pieces)
+    check(made, queries, entries, own, softmax, pieces)
 
 
 @pytest.mark.parametrize("blocks", [1, 2**18])
@@ -119,20 +114,3 @@ def test_a_number_that_overflowed_stays_in_its_own_head() -> None:
     output, received = second_pass_attention(queries, (keys, keys), (own, own), Softmax(1.0), NAMES)
     for part in (output, *received.values()):
         assert part[:2].isnan().all() and part[2:].isfinite().all()
-
-
-@examples(40)
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 1000))
-def test_pieces_are_as_if_each_came_alone(sizes: list[int], seed: int) -> None:
-    queries, own, entries = random(seed, 6, sum(sizes), 4), pair(seed + 1, 2, sum(sizes), 3), pair(seed + 3, 2, 11, 3)
-    pieces = [PackedSequence(size, None if size % 2 else SoftmaxScope(2, 3, 3 + size)) for size in sizes]
-    output, received = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
-    splits = (part.split(sizes, 1) for part in (queries, *own))
-    alone = [
-        second_pass_attention(few, entries, (keys, values), Softmax(0.5), NAMES, [piece])
-        for few, keys, values, piece in zip(*splits, pieces, strict=True)
-    ]
-    torch.testing.assert_close(output, torch.cat([each for each, _ in alone], 1), **EXACT)
-    for name, column in received.items():
-        parts = torch.stack([each[name] for _, each in alone])
-        torch.testing.assert_close(column, parts.amax(0) if name == "max" else parts.sum(0), **EXACT)

@@ -92,6 +92,15 @@ class Row:
     def length(self) -> int:
         return self.layers[0].length
 
+    def append(self) -> list[list[int]]:
+        """Give the request one more token, and return the slots of its entries, layer by layer."""
+        slots = []
+        for index, layer in enumerate(self.layers):
+            layer.append()
+            ends = [(self.subpages(index, place)[-1], len(head.held) - 1) for place, head in enumerate(layer.heads)]
+            slots.append([page * layer.block_size + entry % layer.block_size for page, entry in ends])
+        return slots
+
     def block_table(self) -> list[int]:
         first = min(
             min([layer.first, *(page[0] for head in layer.heads for page in head.pages)]) for layer in self.layers

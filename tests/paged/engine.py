@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -141,15 +142,10 @@ class Engine:
             taken_back = wrong.get(request.number, 0)
             request.take_back(taken_back)
             self._compress(request, tokens[request.number] - taken_back)
-        pages = {
-            request.blocks[group.leader][(request.length - 1) // BLOCK]: (
-                str(request.number),
-                request.recomputed,
-                group.leader,
-            )
-            for request in requests
-            for group in self.groups
-        }
+        pages = {}
+        for request, group in product(requests, self.groups):
+            newest = request.blocks[group.leader][(request.length - 1) // BLOCK]
+            pages[newest] = str(request.number), request.recomputed, group.leader
         self._freed.expect(pages)
         for (name, recomputed, leader), blocks in self._freed.drain().items():
             request = running.get(int(name))
@@ -185,26 +181,16 @@ class Engine:
         width = MOST // BLOCK
         tables = [request.blocks[group.leader] for request in requests]
         batch = StepBatch(
-            scheduled,
-            torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
-            torch.tensor([one.after for one in scheduled], dtype=torch.int32),
-            torch.tensor(slots),
-            torch.tensor(starts, dtype=torch.int32),
-            max(tokens.values()),
-        )
+            scheduled, torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+            torch.tensor([one.after for one in scheduled], dtype=torch.int32), torch.tensor(slots),
+            torch.tensor(starts, dtype=torch.int32), max(tokens.values()),
+        )  # fmt: skip
         return batch, self.events.plan(group.paged, batch)
 
     def _attend(
-        self,
-        group: Group,
-        layer: int,
-        place: int,
-        batch: StepBatch,
-        plan: StepPlan,
-        requests: list[Request],
-        tokens: dict[int, int],
-        wrong: Mapping[int, int],
-    ) -> Tensor:
+        self, group: Group, layer: int, place: int, batch: StepBatch, plan: StepPlan, requests: list[Request],
+        tokens: dict[int, int], wrong: Mapping[int, int],
+    ) -> Tensor:  # fmt: skip
         """Writes and attends as told; returns the step's queries."""
         spans = [(request, request.length - tokens[request.number], request.length) for request in requests]
         right = torch.cat(
@@ -329,19 +315,11 @@ def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observatio
     window = torch.arange(at - recipe.method.traits.needs.window, at)
     queries = all_queries[:, window.clamp(min=0)].masked_fill((window < 0)[:, None], 0.0)
     seen = Observation(
-        keys=keys,
-        values=values,
-        positions=positions,
-        valid=valid,
-        queries=queries[None] if len(window) else None,
-        query_positions=window[None] if len(window) else None,
-        lengths=torch.tensor([at]),
-        prompts=torch.tensor([request.prompt]),
-        softmax=Softmax(SCALING),
-        layer=layer,
-        layers=range(len(LAYERS)),
+        keys=keys, values=values, positions=positions, valid=valid, queries=queries[None] if len(window) else None,
+        query_positions=window[None] if len(window) else None, lengths=torch.tensor([at]),
+        prompts=torch.tensor([request.prompt]), softmax=Softmax(SCALING), layer=layer, layers=range(len(LAYERS)),
         state=state,
-    )
+    )  # fmt: skip
     if at == request.prompt:
         return seen
     return seen.with_features(

@@ -32,17 +32,9 @@ REQUESTS = 8
 
 
 def planner_of(
-    recipe: str | Recipe,
-    layers: int = 2,
-    kv_heads: int = 2,
-    block_size: int = 4,
-    group: int = 2,
-    head_dim: int = 8,
-    itemsize: int = 4,
-    *,
-    blocks: int = 10**4,
-    requests: int = 64,
-) -> Planner:
+    recipe: str | Recipe, layers: int = 2, kv_heads: int = 2, block_size: int = 4, group: int = 2, head_dim: int = 8,
+    itemsize: int = 4, *, blocks: int = 10**4, requests: int = 64,
+) -> Planner:  # fmt: skip
     """A planner of so many layers, with so many query heads to a KV head, in a pool of so many blocks."""
     parsed = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
     schedule = EvictionSchedule(parsed, 0, tuple(range(layers)), kv_heads, head_dim, block_size)
@@ -51,13 +43,9 @@ def planner_of(
 
 
 def layer_group(
-    recipe: str,
-    caches: Sequence[Tensor],
-    group: int,
-    formats: Sequence[PageFormat] = (),
-    rotary: RotaryTable | None = None,
-    projections: Sequence[QueryProjection] = (),
-) -> LayerGroup:
+    recipe: str, caches: Sequence[Tensor], group: int, formats: Sequence[PageFormat] = (),
+    rotary: RotaryTable | None = None, projections: Sequence[QueryProjection] = (),
+) -> LayerGroup:  # fmt: skip
     """Layers with these caches `[blocks, kv_heads, size, width]`, with so many query heads to a KV head."""
     page_entries._table.cache_clear()  # of caches that lay there before
     first = caches[0]

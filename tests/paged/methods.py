@@ -36,12 +36,9 @@ class Mass(Method):
     @cached_property
     def traits(self) -> Traits:
         return Traits(
-            needs=Needs(RecentQueries(self.window)),
-            recent=self.window,
-            equal_heads=False,
-            needs_budget=False,
+            needs=Needs(RecentQueries(self.window)), recent=self.window, equal_heads=False, needs_budget=False,
             counts_from_data=True,
-        )
+        )  # fmt: skip
 
     def score(self, observation: Observation) -> Tensor:
         return observation.by_query_group(observation.window_attention(self.window)).mean((2, 3))

