@@ -297,12 +297,9 @@ DECODING = [
     "ams(tova, window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6, keep=14, recent=3, every=4)",
     "r_kv(window=3, kernel=3, keep=24, every=5)",
     "expected_attention(future=8, skip=2, buffer=7, keep=8, every=5)",
-    "random(keep=9, recent=2, every=1, protect_prompt=True)",
     "tova(keep=7, every=1, prefill=False)",
-    "h2o(keep=10)",
     "gvote",
     "kvcompose(keep=0.4)",
-    "adakv(snapkv(window=4), keep=0.3)",
 ]
 
 
