@@ -190,11 +190,6 @@ def test_averages_stand_beside_the_papers(run: Run, tiny: Any, data: str, monkey
     assert "Average over the models" in run(*command).out
 
 
-def test_a_figure_of_tables_needs_them(run: Run, tiny: Any) -> None:
-    done = run("reproduce", "compilerkv-figure-a2", "--model", "embedded")
-    assert done.code == 2 and "give a file with --tables" in done.err
-
-
 @pytest.mark.parametrize("name", ["gvote-figure-2", "gvote-figure-3"])
 def test_what_is_no_sweep(name: str, run: Run, tiny: Any) -> None:
     done = run("reproduce", name, "--model", "embedded", "--limit", "2", "--prompt-tokens", "40", "--json", "-")

@@ -235,7 +235,7 @@ def test_what_is_no_log_is_left_alone_and_an_empty_one_is_not_left_behind(tmp_pa
     assert foreign.read_bytes() == before
     with pytest.raises(KeepsetError, match="cannot be used as a log"):
         compile_tables(tiny("llama"), corpus(3), options(), tmp_path / "absent" / "log")
-    path = tmp_path / "log"
+    path = tmp_path / "new"
     Log(path, {"seed": 0}).close()
     assert not path.exists()
     log = Log(path, {"seed": 0})
