@@ -108,10 +108,7 @@ def test_what_is_published_replaces_what_was_measured(tmp_path: Path) -> None:
     assert all(torch.equal(layer.mean, published[index]) for index, layer in changed.layers.items())
     assert all(layer.covariance.shape == (HEADS, DIM, DIM) for layer in changed.layers.values())
     assert same_but(changed, "mean", "covariance") and artefact.made["n_sink"] == 4
-
-
-def test_triattention(tmp_path: Path) -> None:
-    """Mean and mean norm in each plane are those of the queries that the file was made of."""
+    # Mean and mean norm in each plane are those of the queries that the file was made of.
     _, changed = imported(triattention(tmp_path / "stats.pt"))
     for index, layer in changed.layers.items():
         for head in range(HEADS):

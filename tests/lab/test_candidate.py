@@ -7,7 +7,7 @@ from keepset.lab.record import FULL, largest_first
 RECIPES = Recipe.parse_list("snapkv, adakv(snapkv(window=8)), knorm(keep=0.3), gvote")
 
 
-def test_the_full_cache_comes_first_then_every_recipe_under_every_budget() -> None:
+def test_the_full_cache_comes_first_then_every_recipe_under_every_budget_once() -> None:
     found = candidates(RECIPES, [Budget(bytes=0.5), Budget(64)])
     assert [(one.text, one.method, one.requested) for one in found] == [
         (FULL, FULL, None),
@@ -22,9 +22,6 @@ def test_the_full_cache_comes_first_then_every_recipe_under_every_budget() -> No
     assert found[0].recipe is None
     assert grid(RECIPES, [Budget(bytes=0.5), Budget(64)]) == found[1:]
     assert all(one.recipe == Recipe.parse(one.text) for one in found[1:])
-
-
-def test_nothing_comes_twice_and_budgets_are_in_order_of_their_size() -> None:
     twice = candidates(Recipe.parse_list("snapkv, snapkv(keep=0.5), snapkv(window=64)"), [Budget(0.5), Budget(0.5)])
     assert [one.text for one in twice] == [FULL, "snapkv(keep=0.5)"]
     assert len(candidates([], [Budget(0.5)])) == 1
@@ -52,22 +49,18 @@ def test_first_and_newest_tokens_stay_under_recipes_that_name_no_other_number() 
     recipes = Recipe.parse_list(
         "tova, snapkv, streaming_llm(sinks=2), gvote, random(recent=8, keep=50), knorm(protect_prompt=True, every=8)"
     )
-    found = grid(recipes, [Budget(48), Budget(128)], always=(4, 32))
+    found = grid(recipes, [Budget(48)], always=(4, 32))
     assert [one.text for one in found] == [
         "tova(keep=48, sinks=4, recent=32)",
-        "tova(keep=128, sinks=4, recent=32)",
         "snapkv(keep=48, sinks=4)",
-        "snapkv(keep=128, sinks=4)",
         "streaming_llm(keep=48, sinks=2, recent=32)",
-        "streaming_llm(keep=128, sinks=2, recent=32)",
         "gvote(sinks=4, recent=32)",
         "random(keep=50, sinks=4, recent=8)",
         "knorm(keep=48, sinks=4, recent=32, protect_prompt=True, every=8)",
-        "knorm(keep=128, sinks=4, recent=32, protect_prompt=True, every=8)",
     ]
     assert found[0].method == "tova(sinks=4, recent=32)"
     assert [one.text for one in found if one.error] == ["snapkv(keep=48, sinks=4)"]
-    assert "below the 68 entries that always stay (sinks=4, recent=64)" in (found[2].error or "")
+    assert "below the 68 entries that always stay (sinks=4, recent=64)" in (found[1].error or "")
 
 
 def test_what_does_not_go_together_is_a_candidate_with_the_reason() -> None:

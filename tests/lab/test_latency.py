@@ -10,16 +10,12 @@ from keepset.recipe import Recipe
 from tests.hf.models import tiny
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny("llama")
-
-
 def prompt(length: int) -> torch.Tensor:
     return torch.arange(length)[None] % 150 + 10
 
 
-def test_every_recipe_in_turns_at_every_length(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_recipe_in_turns_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("llama")
     caches: list[str] = []
     forward = model.forward
 
@@ -49,7 +45,8 @@ def test_every_recipe_in_turns_at_every_length(model: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.full
-def test_peak_memory_is_that_of_the_generation(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_that_of_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("llama")
     *_, (small, *_) = latency(model, [prompt(40)], [], output_tokens=1, rounds=1)
     if small.rounds[0].peak_bytes is None:
         pytest.skip("this system does not tell")
@@ -67,7 +64,9 @@ def test_peak_memory_is_that_of_the_generation(model: Any, monkeypatch: pytest.M
     assert peaks[1] - peaks[0] > 300 * 2**20 and peaks[1] - peaks[2] > 300 * 2**20
 
 
-def test_what_cannot_run_says_why_and_nothing_stays_on_the_model(model: Any) -> None:
+def test_what_cannot_run_says_why_and_nothing_stays_on_the_model() -> None:
+    model = tiny("llama")
+
     def hooks() -> int:
         return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 

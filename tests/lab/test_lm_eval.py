@@ -221,7 +221,6 @@ def test_a_score_that_no_recipe_changes_is_told(folder: str, caplog: pytest.LogC
         ({"recipe": "snapkv(keep=0.5)"}, "There is no model to evaluate: write --model_args pretrained=FOLDER"),
         ({"pretrained": "FOLDER"}, "There is no recipe to evaluate: write --model_args"),
         ({"pretrained": "FOLDER", "recipe": "snapkv"}, r"does not say how much to keep: write snapkv\(bytes=0.25\)"),
-        ({"pretrained": "FOLDER", "recipe": "snapkw(keep=0.5)"}, "did you mean 'snapkv'"),
         ({"pretrained": "FOLDER", "recipe": 3}, "'3' is not a recipe"),
         ({"pretrained": "no/where/at/all", "recipe": "snapkv(keep=0.5)"}, "'no/where/at/all' cannot be loaded"),
         ({"pretrained": "FOLDER", "recipe": "snapkv(keep=0.5)", "keeps": 1}, "cannot be loaded .*keeps"),

@@ -64,15 +64,12 @@ def test_stopped_whatever_happens_and_with_its_children(monkeypatch: pytest.Monk
     assert gone(pid) and gone(child)
 
 
-def test_one_that_stops_says_why() -> None:
+def test_one_that_stops_says_why_and_one_that_does_not_answer_is_not_waited_for() -> None:
     with pytest.raises(ServerError, match="The server stopped with exit code 7") as error, start("--crash") as server:
         server.wait(30)
     assert len(error.value.log) == 20
     assert error.value.log[-1].startswith("\x1b[31m[red]out of memory[/red]")
     assert error.value.log[-2] == "line 99"
-
-
-def test_one_that_does_not_answer_is_not_waited_for() -> None:
     with pytest.raises(ServerError, match=r"did not answer within 0\.5 s"), start("--silent") as server:
         pid = pid_of(server)
         server.wait(0.5)

@@ -205,7 +205,7 @@ def test_trades_by_hand() -> None:
     assert not any(each.at_least for each in trade.reach)
 
 
-def test_trades_of_incomplete_sweeps_are_of_examples_that_have_all_budgets() -> None:
+def test_trades_of_a_group_and_of_incomplete_sweeps() -> None:
     made = [*cells(FULL, [1.0, 0.0, 1.0]), *cells(HALF, [1.0, 1.0]), *cells(QUARTER, [1.0])]
     (trade,) = summarize(made).trades
     assert trade.examples == 1 and trade.area is not None and trade.area.value == 1.0
@@ -216,9 +216,6 @@ def test_trades_of_incomplete_sweeps_are_of_examples_that_have_all_budgets() -> 
     # Means 0.5, 1, 0.
     assert trade.failed == 1 and trade.area is not None
     assert trade.area.value == pytest.approx((0.5 * 0.75 + 0.25 * 0.5) / 0.75)
-
-
-def test_trades_of_a_group() -> None:
     made = [
         *ruler(FULL, [[1.0], [0.5], [1.0]]),
         *ruler(HALF, [[1.0], [0.5], [1.0]]),
@@ -258,15 +255,12 @@ def test_needle_maps() -> None:
     assert first.examples[9] == [2, 0] and first.examples[0] == [0, 2] and second.scores[9] == [1.0, None]
 
 
-def test_groups() -> None:
+def test_longbench_is_averaged_over_its_tasks_and_each_of_its_kinds() -> None:
     assert groups_of("ruler_cwe@128") == ["ruler aggregation@128", "ruler@128"]
     assert groups_of("ruler_vt@128") == ["ruler@128"]
     assert groups_of("longbench_qasper") == ["longbench single-document QA", "longbench"]
     assert groups_of("longbench2_code") == ["longbench2"]
     assert groups_of("gsm8k") == groups_of("needle@128") == []
-
-
-def test_longbench_is_averaged_over_its_tasks_and_each_of_its_kinds() -> None:
     scores = {name: index / 16 for index, name in enumerate(longbench.NAMES[:-1])}
     made = [each for name, score in scores.items() for each in cells(FULL, [score], task=name)]
     averages = {row.task: row.score.value for row in summarize(made[::-1]).averages if row.score is not None}

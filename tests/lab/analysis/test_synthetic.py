@@ -102,12 +102,17 @@ def test_normality_is_that_of_loops(tokens: int) -> None:
         assert figures == pytest.approx(by_loops(hidden[:, channel].double().tolist()), abs=1e-9)
 
 
-def test_normal_draws_are_near_and_others_far() -> None:
+def test_normal_draws_are_near_others_far_and_too_few_refused() -> None:
     draws = torch.randn(4000, 1, generator=torch.Generator().manual_seed(0))
     near, far = gaussianity(7 * draws - 2), gaussianity(draws.exp())
     assert near.distance.item() < 0.03 and abs(near.skewness.item()) < 0.15 and abs(near.kurtosis.item()) < 0.3
     assert far.distance.item() > 0.15 and far.skewness.item() > 2
     assert gaussianity(torch.ones(5, 2)).distance.isnan().all()
+    with pytest.raises(KeepsetError, match="6 tokens are too few: statistics leave out the first 4"):
+        next_query(tiny("llama"), GVote(), prompt(1, 6))
+    with pytest.raises(KeepsetError, match="6 tokens are too few: the first 4 are left out, so give 7"):
+        hidden_gaussianity(tiny("llama"), prompt(1, 6), skip=4)
+    next_query(tiny("llama"), GVote(), prompt(1, 7))
 
 
 def test_hidden_states_are_the_layer_norms_outputs() -> None:
@@ -125,11 +130,3 @@ def test_hidden_states_are_the_layer_norms_outputs() -> None:
     for layer, output in enumerate(outputs):
         distance, _, _ = by_loops(output[0, 4:, 5].double().tolist())
         assert measured[layer].distance[5].item() == pytest.approx(distance, abs=1e-6)
-
-
-def test_too_few_tokens() -> None:
-    with pytest.raises(KeepsetError, match="6 tokens are too few: statistics leave out the first 4"):
-        next_query(tiny("llama"), GVote(), prompt(1, 6))
-    with pytest.raises(KeepsetError, match="6 tokens are too few: the first 4 are left out, so give 7"):
-        hidden_gaussianity(tiny("llama"), prompt(1, 6), skip=4)
-    next_query(tiny("llama"), GVote(), prompt(1, 7))

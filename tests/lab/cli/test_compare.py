@@ -145,21 +145,21 @@ DECODE += ("--recipes", "tova, knorm(keep=30, every=7)")
 
 
 def test_decode_figures_table_and_page(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "DRIFT_TOKENS", 64)
-    words = ("--continuation", "100", "--budgets", "20,40", "--every", "16", "--json", "figures", "--html", "page.html")
+    monkeypatch.setattr(decode, "DRIFT_TOKENS", 32)
+    words = ("--continuation", "60", "--budgets", "20,40", "--every", "16", "--json", "figures", "--html", "page.html")
     done = run(*DECODE, *words)
     assert (done.code, done.err) == (0, "figures: figures\nreport: page.html\n")
     assert "MB of 16-bit peak MB KL top-1 prefill" in " ".join(done.out.splitlines()[1].split())
     assert "  tova(every=16) " in done.out and "Fidelity against bytes" in Path("page.html").read_text(encoding="utf-8")
     comparison = figures()
-    assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 100, 64)
+    assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 60, 32)
     assert set(comparison["full"]) == FULL | {"kv_bytes_peak"}
-    assert comparison["full"]["kv_bytes_peak"] == 200 * KEYS_AND_VALUES
+    assert comparison["full"]["kv_bytes_peak"] == 160 * KEYS_AND_VALUES
     recipes = ["tova(keep=20, every=16)", "tova(keep=40, every=16)", "knorm(keep=30, every=7)"]
     assert [row["recipe"] for row in comparison["rows"]] == recipes
     for row, keep, every in zip(comparison["rows"], (20, 40, 30), (16, 16, 7), strict=True):
         assert set(row) == ROW | {"kv_bytes_peak", "kl_drift"}
-        assert row["keep"] == (keep + 100 % every) / 200
+        assert row["keep"] == (keep + 60 % every) / 160
         assert row["kv_bytes"] <= row["kv_bytes_peak"] < (keep + every + 64) * (KEYS_AND_VALUES + POSITIONS)
         assert row["kv_bytes_full"] == comparison["full"]["kv_bytes"]
         assert len(row["kl_drift"]) == 2 and min(row["kl_drift"]) > 1e-6

@@ -94,9 +94,11 @@ def test_a_terminal_is_told_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert run("methods", "snapvk").err.startswith("loading...\r          \rkeepset: There is no method")
 
 
-def test_without_a_terminal_silence_is_broken_by_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_silence_is_broken_by_what_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """However long a step takes: notes come while it lasts, and none where something else is said."""
-    said = list[str]()
+    said, path = list[str](), tmp_path / "statistics"
     monkeypatch.setattr(console, "_SILENT", 0.05)
     monkeypatch.setattr(console, "note", said.append)
     shown = Console(file=io.StringIO(), force_terminal=False)
@@ -116,30 +118,17 @@ def test_without_a_terminal_silence_is_broken_by_what_is_under_way(monkeypatch: 
         console.counted(bar, "documents", 4)()
         assert heard("documents: 1 of 4, about ")
         assert not said[-1].startswith("outside")  # the innermost block knows best
+    # Statistics that are measured first are announced and timed.
+    monkeypatch.setattr(embedded, "statistics_path", lambda: path)
+    monkeypatch.setattr(
+        embedded, "embedded_statistics", lambda: (heard("measuring the embedded") and path.touch()) or path
+    )
+    assert console._measured() == path and path.is_file() and "took" in said[-1]
+    said.clear()
+    assert console._measured() == path and not said
     shown = Console(file=io.StringIO(), force_terminal=True)
     with console.status("a terminal shows it"):
         assert console._beating == []
-
-
-def test_statistics_that_are_measured_are_announced_and_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path, said = tmp_path / "statistics", list[str]()
-
-    def measure() -> Path:
-        while not said:
-            time.sleep(0.01)
-        path.touch()
-        return path
-
-    monkeypatch.setattr(console, "_SILENT", 0.05)
-    monkeypatch.setattr(console, "note", said.append)
-    shown = Console(file=io.StringIO())
-    monkeypatch.setattr(console, "stderr", lambda: shown)
-    monkeypatch.setattr(embedded, "statistics_path", lambda: path)
-    monkeypatch.setattr(embedded, "embedded_statistics", measure)
-    assert console._measured() == path
-    assert said[0].startswith("measuring the embedded model's statistics (after ") and "took" in said[-1]
-    said.clear()
-    assert console._measured() == path and not said
 
 
 def test_how_far_a_bar_has_come() -> None:

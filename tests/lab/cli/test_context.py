@@ -81,13 +81,6 @@ def test_answers_are_those_of_a_cache_that_was_never_saved(run: Run, tiny: Any, 
     assert Path("saved").read_bytes() == before
 
 
-def test_a_seed_repeats_a_sample(run: Run, tiny: Any, text: Path) -> None:
-    assert run(*BUILD).code == 0
-    words = ["context", "ask", "saved", "Why?", "--output-tokens", "8", "--temperature", "1"]
-    samples = [run(*words, "--seed", seed).out.rsplit("\n", 2)[0] for seed in ("1", "1", "2")]
-    assert samples[0] == samples[1] != samples[2]
-
-
 @pytest.mark.full
 def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "model"

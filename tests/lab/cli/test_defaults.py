@@ -58,10 +58,10 @@ def used(run: Run, command: str) -> tuple[str, str]:
     return match[1], done.err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_with_networks_uses_them(run: Run, text: Path, networks: None, command: str) -> None:
+@pytest.mark.usefixtures("text", "networks")
+def test_a_model_with_networks_uses_them(run: Run) -> None:
     said = f"{TAKEN}{NETWORKS}, because there are networks for SmolLM2-135M-Instruct.\n"
-    assert used(run, command) == (NETWORKS, said)
+    assert all(used(run, command) == (NETWORKS, said) for command in COMMANDS)
 
 
 @pytest.mark.parametrize(("command", "recipe"), [("generate", ANSWERED_AT_ONCE), ("build", ASKED_LATER)])

@@ -70,7 +70,9 @@ def recipes(task: str, path: str = "sweep.sqlite") -> list[str]:
     return list(dict.fromkeys(cell.recipe for cell in stored(path) if cell.task == task))
 
 
-def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> None:
+def test_options_reach_the_runner_and_the_file(
+    run: Run, stub: type[Stub], tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = "--mode agnostic --no-chat --temperature 0.5 --limit 2 --output-tokens 7 --seeds 3,5 --out x.sqlite"
     done = run("eval", "counting", *options.split())
     assert done.code == 0 and FULL in done.out and "streaming_llm(bytes=0.5)" in done.out  # the tables
@@ -82,9 +84,6 @@ def test_options_reach_the_runner_and_the_file(run: Run, stub: type[Stub]) -> No
         expected |= {"--output-tokens": 7, "--sample": None}
         assert {name: store.configuration[name] for name in expected} == expected
         assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
-
-
-def test_without_a_template_or_ray(run: Run, stub: type[Stub], tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny[1], "chat_template", None)
     assert run("eval", "counting").code == 0
     assert Stub.asking["chat"] is False

@@ -17,7 +17,7 @@ import keepset
 from keepset import models
 from keepset.lab import images
 from tests.hf.pictures import folder, picture
-from tests.lab.cli.conftest import Run
+from tests.lab.cli.conftest import Run, check_refused
 
 TEXT = "the picture of a blue house. " * 6
 
@@ -105,28 +105,26 @@ def test_compare_shades_the_patches_of_images(run: Run, pair: Any) -> None:
 
 
 def refused(said: str, *args: str, run: Run) -> None:
-    done = run("generate", "what", "--recipe", "knorm(keep=9)", *args)
-    assert done.code == 2 and done.out == "" and re.search(said, done.err), done.err
-    assert len(done.err.strip().splitlines()) == 1
+    check_refused(run, "generate", "what", "--recipe", "knorm(keep=9)", *args, because=said)
 
 
 def test_bad_images_are_refused(run: Run, pair: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     content = Path("a.png").read_bytes()
     files = {
-        "text": r"^keepset: 'text' is no image that can be read: give an image as a PNG",
-        "missing": r"^keepset: 'missing' cannot be read \(No such file or directory\): give",
-        ".": r"^keepset: '\.' cannot be read \(Is a directory\): give",
-        "half.png": r"^keepset: 'half.png' is a damaged image: give",
-        "bytes.png": r"^keepset: 'bytes.png' is a damaged image: give",
-        "postscript": r"^keepset: 'postscript' is no image that can be read",
+        "text": "'text' is no image that can be read: give an image as a PNG",
+        "missing": "'missing' cannot be read (No such file or directory): give",
+        ".": "'.' cannot be read (Is a directory): give",
+        "half.png": "'half.png' is a damaged image: give",
+        "bytes.png": "'bytes.png' is a damaged image: give",
+        "postscript": "'postscript' is no image that can be read",
     }
     Path("half.png").write_bytes(content[: len(content) // 2])
     Path("bytes.png").write_bytes(content[:100] + bytes(50) + content[150:])
     Path("postscript").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
     for file, said in files.items():
         refused(said, "--image", file, run=run)
-    done = run("compare", "--decode", "--image", "a.png")
-    assert done.code == 2 and "--decode follows a text token by token: leave --image out." in done.err
+    because = "--decode follows a text token by token: leave --image out."
+    check_refused(run, "compare", "--decode", "--image", "a.png", because=because)
     monkeypatch.setattr(images, "_MAX_PIXELS", 40 * 40 - 1)
     refused("'a.png' has 40 x 40 pixels: give an image of at most", "--image", "a.png", run=run)
     monkeypatch.setattr(images, "_MAX_PIXELS", 40 * 40)

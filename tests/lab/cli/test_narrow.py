@@ -63,9 +63,11 @@ def sweep(tmp_path: Path) -> None:
 
 
 COMPARE = ("compare", "--text", "text", "--prompt-tokens")
+LATENCY = ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes")
 RECIPE = ("--recipe", LONG.split(", streaming", maxsplit=1)[0])
 
 
+@pytest.mark.few(5)
 @pytest.mark.usefixtures("tiny", "text", "sweep")
 @pytest.mark.parametrize(
     "words",
@@ -78,7 +80,7 @@ RECIPE = ("--recipe", LONG.split(", streaming", maxsplit=1)[0])
         ("generate", "Go on.", "--text", "text", *RECIPE, "--output-tokens", "3"),
         (*COMPARE, "100", "--continuation", "8", "--recipes", LONG),
         (*COMPARE, "60", "--continuation", "40", "--decode", "--every", "16", "--recipes", DECODING),
-        ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes", LONG),
+        pytest.param((*LATENCY, LONG), marks=pytest.mark.full),
         ("context", "build", "--text", "text", "--out", "saved", *RECIPE),
         ("calibrate", "--text", "text", "--out", "stats", "--tokens", "300", "--length", "100", "--gate-steps", "0"),
     ],

@@ -45,7 +45,7 @@ def sweep(tmp_path: Path) -> Path:
     return path
 
 
-def test_by_a_fact(run: Run, tmp_path: Path) -> None:
+def test_by_a_fact_and_with_a_baseline(run: Run, tmp_path: Path, sweep: Path) -> None:
     levels = {"0": 1, "1": 5, "2": 5}
     made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]
     write([*made, cell(task="other")], tmp_path / "x.sqlite")
@@ -54,6 +54,12 @@ def test_by_a_fact(run: Run, tmp_path: Path) -> None:
     assert rows == [("qa, level 1", 1.0, 1), ("qa, level 5", 0.5, 2)]
     because = "No example has the fact subject, so nothing can be split by it; there are: level."
     check_refused(run, "results", str(tmp_path / "x.sqlite"), "--by", "subject", because=because)
+    check_refused(run, "results", str(sweep), "--baseline", "tova", because="'tova' is not in the sweep")
+    check_refused(run, "results", str(sweep), "--baseline", "tova(", because="'tova(' is not a recipe")
+    done = run("results", str(sweep), "--baseline", "snapkv", "--json", "-")
+    rows = {(row["task"], row["recipe"]): row for row in json.loads(done.out)["rows"]}
+    assert rows["ruler_vt@64", "random(keep=0.5)"]["difference"]["value"] == -0.5
+    assert rows["ruler_vt@64", "snapkv(keep=0.25)"]["difference"] is None
 
 
 def test_table(run: Run, sweep: Path) -> None:
@@ -75,15 +81,6 @@ def test_table(run: Run, sweep: Path) -> None:
     trades = next(i for i, line in enumerate(lines) if "area" in line)
     # Of the two examples that have all budgets: means 1, 1, 0.5.
     assert lines[trades + 2][:2] == ["snapkv", "91.7"] and lines[trades + 2][3:5] == ["25.0%", "55.0"]
-
-
-def test_baseline(run: Run, sweep: Path) -> None:
-    check_refused(run, "results", str(sweep), "--baseline", "tova", because="'tova' is not in the sweep")
-    check_refused(run, "results", str(sweep), "--baseline", "tova(", because="'tova(' is not a recipe")
-    done = run("results", str(sweep), "--baseline", "snapkv", "--json", "-")
-    rows = {(row["task"], row["recipe"]): row for row in json.loads(done.out)["rows"]}
-    assert rows["ruler_vt@64", "random(keep=0.5)"]["difference"]["value"] == -0.5
-    assert rows["ruler_vt@64", "snapkv(keep=0.25)"]["difference"] is None
 
 
 def test_files(run: Run, sweep: Path) -> None:

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ pytestmark = pytest.mark.usefixtures("tiny", "text")
 TUNE = ("tune", "--text", "text", "--recipes", "streaming_llm, tova, knorm, qfilter(stats='absent')")
 
 
-def test_figures_as_json(run: Run) -> None:
-    done = run(*TUNE, "--budget", "0.3", "--json", "-")
-    assert (done.code, done.err) == (0, "")
-    result = load_json(done.out)
+def test_figures_and_table(run: Run) -> None:
+    done = run(*TUNE, "--budget", "0.3", "--json", "figures")
+    assert (done.code, done.err) == (0, "figures: figures\n")
+    first, _, *rows = done.out.splitlines()
+    assert first == f"{MODEL}, bytes=0.3: 16 pieces of 240 tokens, 16 after each."
+    result = load_json(Path("figures").read_text(encoding="utf-8"))
+    assert [row.split()[0] for row in rows[:3]] == [row["recipe"] for row in result["rows"]]
+    assert "There is no file 'absent'" in rows[3] and rows[4:] == result["verdict"]
     assert (result["model"], result["budget"], result["tokens"]) == (MODEL, "bytes=0.3", 240)
     assert result["continuation_tokens"] == 16
     assert result["pieces"] == result["measured"] == 16 and result["round"] == result["rounds"] == 4
@@ -27,17 +32,6 @@ def test_figures_as_json(run: Run) -> None:
     assert dropped["recipe"] == "qfilter(stats='absent', bytes=0.3)" and "no file 'absent'" in dropped["reason"]
     assert result["recipe"] in result["tied"] and set(result["tied"]) <= names
     assert result["recipe"] in result["verdict"][0]
-
-
-def test_table(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECES", 6)
-    done = run(*TUNE, "--budget", "64", "--seed", "3")
-    assert done.code == 0
-    first, _, *rows = done.out.splitlines()
-    assert first == f"{MODEL}, keep=64: 6 pieces of 480 tokens, 32 after each."
-    assert {row.split()[0] for row in rows[:3]} == {"streaming_llm(keep=64)", "tova(keep=64)", "knorm(keep=64)"}
-    assert "There is no file 'absent'" in rows[3]
-    assert "(keep=64)" in rows[4] and len(rows) == 5
 
 
 def test_without_recipes_those_that_compare_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """Figures of decoding against a loop that feeds one token after another."""
 
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,8 +34,7 @@ RECIPES = [
 ]
 
 
-@dataclass
-class Naive:
+class Naive(NamedTuple):
     """One token at a time: log-probabilities, bytes and what is held of tokens after each, and events so far."""
 
     steps: list[list[float]]

@@ -235,7 +235,7 @@ def test_what_is_no_log_is_left_alone_and_an_empty_one_is_not_left_behind(tmp_pa
     assert foreign.read_bytes() == before
     with pytest.raises(KeepsetError, match="cannot be used as a log"):
         compile_tables(tiny("llama"), corpus(3), options(), tmp_path / "absent" / "log")
-    path = tmp_path / "log"
+    path = tmp_path / "new"
     Log(path, {"seed": 0}).close()
     assert not path.exists()
     log = Log(path, {"seed": 0})
@@ -264,13 +264,16 @@ def test_settings_that_say_nothing(other: dict[str, Any], because: str) -> None:
 # --- bins and actions
 
 
-def test_contexts_are_taken_evenly_from_the_bins() -> None:
-    """However many a bin has, none gets a second turn while another waits for its first."""
+def test_contexts_are_taken_evenly_and_a_model_that_keepset_leaves_alone_is_refused() -> None:
+    # However many a bin has, none gets a second turn while another waits for its first.
     bins = [0] * 10 + [3] * 2 + [7]
     assert [bins[i] for i in stratified(bins, 3)] == [0, 3, 7]
     assert [bins[i] for i in stratified(bins, 5)] == [0, 0, 3, 3, 7]
     assert [bins[i] for i in stratified(bins, 7)] == [0, 0, 0, 0, 3, 3, 7]
     assert stratified(bins, 99) == list(range(13))
+    model = tiny("mistral_window")
+    with pytest.warns(UserWarning), pytest.raises(KeepsetError, match="there is nothing to compile"):
+        compile_tables(model, corpus(2), dataclasses.replace(options(), contexts=1))
 
 
 @pytest.mark.parametrize("case", ["spread", "alike", "one", "infinite"])
@@ -302,9 +305,3 @@ def test_actions_are_all_as_likely_and_do_not_depend_on_one_another() -> None:
     assert not torch.equal(draw(12, 30, 3, "a"), draw(12, 30, 3, "b"))
     assert len(WEIGHTS) == len(set(WEIGHTS)) and WEIGHTS[0] == 1.0
     assert list(THRESHOLDS) == sorted(THRESHOLDS) and (THRESHOLDS[0], THRESHOLDS[-1]) == (0.8, 1.0)
-
-
-def test_a_model_that_keepset_leaves_alone() -> None:
-    model = tiny("mistral_window")
-    with pytest.warns(UserWarning), pytest.raises(KeepsetError, match="there is nothing to compile"):
-        compile_tables(model, corpus(2), dataclasses.replace(options(), contexts=1))

@@ -16,30 +16,10 @@ from keepset.lab.compile.contamination import is_contaminated, passage_hashes, r
 from keepset.lab.compile.corpus import ContextPool, read_texts
 from keepset.lab.compile.describe import coverage, describe_tables
 from tests.core.test_tables import PROVENANCE, random_tables
+from tests.lab.calibrate.test_corpus import Tokenizer
 from tests.tiers import examples
 
 TOKENS, CONTINUATION = 8, 3
-
-
-class Words:
-    """A tokenizer of words."""
-
-    bos_token: str | None = None
-    bos_token_id = 1
-
-    def __init__(self) -> None:
-        self.known: list[str] = ["", "<s>"]
-
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        ids = [self.bos_token_id] if self.bos_token and options.get("add_special_tokens", True) else []
-        for word in text.split():
-            if word not in self.known:
-                self.known.append(word)
-            ids.append(self.known.index(word))
-        return {"input_ids": ids}
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(self.known[i] for i in ids)
 
 
 def words(count: int, name: str = "w") -> str:
@@ -50,42 +30,29 @@ def drawn(tokenizer: Any, texts: list[str], count: int = 99, seed: int = 0) -> C
     return ContextPool.draw(tokenizer, texts, tokens=TOKENS, continuation=CONTINUATION, count=count, seed=seed)
 
 
-@pytest.mark.parametrize("bos", [None, "<s>"])
-def test_contexts_are_pieces_of_texts_that_do_not_overlap(bos: str | None) -> None:
-    tokenizer = Words()
-    tokenizer.bos_token = bos
-    texts = [words(50, "a"), words(10, "b"), words(24, "c")]
-    corpus = drawn(tokenizer, texts)
-    begin = 1 if bos else 0
-    size = TOKENS + CONTINUATION - begin
-    decoded = []
-    for context in corpus.contexts:
-        assert len(context.ids) == TOKENS + CONTINUATION and context.tokens == TOKENS
-        assert context.ids[:begin].tolist() == [1] * begin
-        decoded.append(tokenizer.decode(context.ids[begin:].tolist()))
-    expected = [
-        " ".join(text.split()[first : first + size])
-        for text in texts
-        for first in range(0, len(text.split()), size)
-        if len(text.split()) >= first + size
-    ]
-    assert sorted(decoded) == sorted(expected)
+@pytest.mark.parametrize("bos", [None, 999])
+def test_contexts_are_pieces_of_texts_that_do_not_overlap(bos: int | None) -> None:
+    tokenizer, begin = Tokenizer(bos), [] if bos is None else [bos]
+    numbers = [list(range(100 * n, 100 * n + count)) for n, count in enumerate((50, 10, 24))]
+    texts = [" ".join(map(str, text)) for text in numbers]
+    corpus, size = drawn(tokenizer, texts), TOKENS + CONTINUATION - len(begin)
+    assert all(context.tokens == TOKENS for context in corpus.contexts)
+    parts = [text[at : at + size] for text in numbers for at in range(0, len(text), size)]
+    expected = [[*begin, *part] for part in parts if len(part) == size]
+    assert sorted(context.ids.tolist() for context in corpus.contexts) == expected
     again = drawn(tokenizer, texts, count=3)
     assert [a.name for a in again.contexts] == [a.name for a in corpus.contexts][:3]
     assert [a.name for a in drawn(tokenizer, texts, seed=1).contexts] != [a.name for a in corpus.contexts]
 
 
-def test_the_same_text_twice_is_one_context_and_a_short_one_is_none() -> None:
-    assert len(drawn(Words(), [words(11)] * 3).contexts) == 1
+def test_the_same_text_twice_is_one_context_a_short_one_none_and_files_may_be_lines(tmp_path: Path) -> None:
+    assert len(drawn(Tokenizer(), [words(11, "")] * 3).contexts) == 1
     with pytest.raises(KeepsetError, match="No text has 11 tokens, a context of 8 and the 3 that follow it"):
-        drawn(Words(), [words(10), words(3)])
+        drawn(Tokenizer(), [words(10, ""), words(3, "")])
     assert passage_hashes(" \n") == ()
     assert len(passage_hashes("one")) == 1 and passage_hashes("one  two") == passage_hashes(
         "one\ntwo"
     ) != passage_hashes("one")
-
-
-def test_files(tmp_path: Path) -> None:
     plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text('{"text": "not a line"}', encoding="utf-8")
     lines.write_text(

@@ -72,7 +72,7 @@ def test_scores_costs_their_means_over_tasks_and_differences(scores: dict[tuple[
             assert figure(rows, f"{task}, agnostic", "Δ", keep, "tokens") == pytest.approx(10 * gain)
 
 
-def test_areas_and_what_can_go(scores: dict[tuple[str, str, float], list[float]]) -> None:
+def test_areas_and_what_can_go_which_need_every_task(scores: dict[tuple[str, str, float], list[float]]) -> None:
     rows = figures_of(SWEEP, cells(scores), {})
     for method in SWEEP.methods:
         keeps = [1.0, 0.75, 0.5, 0.25]
@@ -85,9 +85,6 @@ def test_areas_and_what_can_go(scores: dict[tuple[str, str, float], list[float]]
         assert losses[2] < 0.2 < losses[3]
         reach = 0.5 + 0.25 * (0.2 - losses[2]) / (losses[3] - losses[2])
         assert figure(rows, "ruler, agnostic", method, None, removed_at(0.2)) == pytest.approx(reach)
-
-
-def test_a_mean_needs_every_task(scores: dict[tuple[str, str, float], list[float]]) -> None:
     made = cells(scores)
     lost = [
         replace(cell, error="no") if cell.task == TASKS[1] and cell.recipe.startswith("tova") else cell for cell in made

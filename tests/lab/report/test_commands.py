@@ -92,7 +92,7 @@ def test_results_say_areas_and_what_can_go() -> None:
     assert lines(tasks["lost"], "trades")[0]["error"] == "failures, counted as not answered: 1"
 
 
-def test_results_say_what_events_do_what_memory_peaks_at_and_what_was_cut() -> None:
+def test_results_say_what_events_do_memory_peaks_needles_and_baselines() -> None:
     assert not any(section.get("id") in ("events", "peaks") for section in sections(results_page()))
     events = {"wipeout": 0.113, "middle": 0.25, "iou": 0.219, "iou_early": 0.164, "iou_late": 0.244}
     cut = replace(cell(FULL, 1.0, "1", peak_bytes=9_400_000, batch=8.0), facts={"cut": 7})
@@ -100,9 +100,6 @@ def test_results_say_what_events_do_what_memory_peaks_at_and_what_was_cut() -> N
     assert rows(page, "events")[2][-4:] == ["11.3%", "25.0%", "21.9%", "16.4%, 24.4%"]
     assert rows(page, "peaks")[1:] == [[FULL, "9 MB", "8.0"]]
     assert "Of 1 examples the context was cut in its middle" in notes(page)
-
-
-def test_results_have_maps_of_needles_and_say_what_they_are_compared_with() -> None:
     full, snapkv = options(results_page(), "needle-task")["needle"][0]["maps"]
     assert (full["title"], snapkv["title"]) == (FULL, "snapkv(keep=0.5)") and snapkv["head"] == ["depth", "64", "128"]
     assert [[line[0], *(cell[:2] for cell in line[1:])] for line in snapkv["lines"]] == [

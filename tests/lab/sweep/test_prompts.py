@@ -61,7 +61,7 @@ def test_a_question_that_is_known_belongs_to_the_prompt_and_else_follows() -> No
     assert choices(agnostic.questions[1]) == [" here", "there", "\n"]
 
 
-def test_a_question_is_told_or_is_the_prompts_end_and_what_comes_after_it_is_not_compressed() -> None:
+def test_a_question_is_told_or_is_the_prompts_end_and_the_same_is_cut_from_a_context() -> None:
     of = example("Long text.", WHAT, WHERE)
     [told] = prompts(of, mode="task", task_aware=True, **CHATS)
     assert text(told.ids) == "^U:Long text." and list(map(text, told.tasks)) == [" What?", "\nWhere? "]
@@ -72,9 +72,6 @@ def test_a_question_is_told_or_is_the_prompts_end_and_what_comes_after_it_is_not
     assert one.tasks == other.tasks == () and told.questions[1].choices == other.questions[0].choices
     for each, question in zip((one, other), told.questions, strict=True):
         assert each.ids + each.questions[0].ids == told.ids + question.ids
-
-
-def test_told_or_not_the_same_is_cut_from_a_context_by_the_longest_question() -> None:
     of = example("abcdefghijklmnopqrst", Question("????", "x", prefix="!!"))
     options = dict(answer=3, longest=20, mode="task")
     [told], [other] = prompts(of, task_aware=True, **options), prompts(of, **options)

@@ -171,17 +171,15 @@ def test_reads_where_it_must_not_write(path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"--limit": 20}, "(--limit: none, not 20)"),
         ({"--mode": "agnostic", "--temperature": 0.5}, "(--mode: prompt, not agnostic; --temperature: 0.0, not 0.5)"),
-        ({"weights": "f" * 64}, f"(weights: 0a1b, not {'f' * 37}...)"),
+        ({"--limit": 20, "weights": "f" * 64}, f"(weights: 0a1b, not {'f' * 37}...; --limit: none, not 20)"),
     ],
 )
 def test_another_configuration_is_refused(path: Path, change: dict[str, Any], said: str) -> None:
     put(path, cell())
     before = path.read_bytes()
     sentence = refusal(begin, path, **change)
-    assert said in sentence and "use those, or name another with --out" in sentence
-    assert path.read_bytes() == before
+    assert said in sentence and "use those, or name another with --out" in sentence and path.read_bytes() == before
     with Store.open(path) as opened:
         opened.check({"--limit": None})
         assert said in refusal(opened.check, change)
@@ -194,7 +192,6 @@ def test_other_examples_and_files_of_other_versions_are_refused(path: Path) -> N
         opened.register("gsm8k", 1, ["b"], "another")
         said = refusal(opened.register, "gsm8k", 0, ["a"], "another")
         assert "gsm8k's examples with seed 0 differ from those in" in said
-    put(path, cell())
     for version in (1, 3, 7):
         with sqlite3.connect(path) as database:
             database.execute(f"PRAGMA user_version = {version}")

@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from keepset import KeepsetError
-from keepset.lab.tasks.find import find
+from keepset.lab.tasks.find import check_names, find
 from keepset.lab.tasks.task import Example, Generation, Reply, TaskSettings
 from tests.lab.tasks.scaffold import WITH_HARNESS, examples_of, make_task, prompt_of, write_items
 
@@ -203,7 +204,7 @@ def test_a_task_that_was_sent_is_the_same(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for data, and a harness that knows the four tasks, a group and a tag."""
+    """A folder for data, and a harness that knows the four tasks, two known ones, a group and a tag."""
     from lm_eval.tasks import TaskManager
 
     from keepset.lab.tasks import harness
@@ -215,6 +216,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         define(own, name, num_fewshot=2, **({"tag": "some"} if name in ("write", "choose") else {}))
     group = {"group": "all", "task": ["write", "choose", {"task": "prefixed", "num_fewshot": 1}]}
     own.joinpath("all.yaml").write_text(json.dumps(group), encoding="utf-8")
+    for name in ("hellaswag", "gsm8k"):
+        own.joinpath(f"{name}.yaml").write_text(f"task: {name}\ndataset_path: x", encoding="utf-8")
     monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_path=str(own), include_defaults=False))
     monkeypatch.setattr("keepset.lab.tasks.find.harness_folder", lambda: own)
     harness._manager.cache_clear()
@@ -272,20 +275,20 @@ def test_bad_data_are_one_sentence(folder: Path, items: list[dict[str, Any]], se
     assert make_task("write", folder).name == "write"
 
 
+PERPLEXITY, LOW = (
+    [{"metric": "word_perplexity"}],
+    [{"metric": "bleu"}, {"metric": "brier_score", "aggregation": "mean"}],
+)
+
+
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        (
-            {"output_type": "loglikelihood_rolling", "metric_list": [{"metric": "word_perplexity"}]},
-            "no prompt to compress",
-        ),
+        ({"output_type": "loglikelihood_rolling", "metric_list": PERPLEXITY}, "no prompt to compress"),
         ({"repeats": 8}, "write asks for 8 answers to every question, and one is evaluated: leave it out"),
         ({"unsafe_code": True}, "write runs code that the model writes"),
         ({"doc_to_image": "passage"}, "write asks about images or sounds"),
-        (
-            {"metric_list": [{"metric": "bleu"}, {"metric": "brier_score", "aggregation": "mean"}]},
-            "write is measured by bleu, brier_score: none is a mean over items that is higher when better",
-        ),
+        ({"metric_list": LOW}, "write is measured by bleu, brier_score: none is a mean over items that is higher when"),
     ],
 )
 def test_other_kinds_of_tasks_are_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
@@ -306,3 +309,61 @@ def test_choices_inside_prompts_and_scores_that_are_no_shares_are_refused(tmp_pa
         task._task.process_results = lambda doc, results, scores=scores: scores  # type: ignore[attr-defined]
         with pytest.raises(KeepsetError, match=f"write scores an answer with {said}"):
             task.judge(example.questions[0], "It")
+
+
+# --- tasks by the names that users write
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_misspelt_name_is_told_before_the_harness_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keepset.lab.tasks import harness
+
+    monkeypatch.setattr(harness, "TaskManager", None)  # it would be called
+    for name in ("hellaswg", ""):
+        with pytest.raises(KeepsetError, match="There is no task"):
+            check_names(["needle", name])
+    check_names(["needle", "hellaswag", "a/file/of/mine.yaml"])
+
+
+@pytest.mark.usefixtures("folder")
+def test_tasks_come_in_the_order_of_their_names_and_each_once() -> None:
+    settings = TaskSettings(lengths=(512, 1024))
+    tasks = find(["needle", "aime24", "needle", "gsm8k", "aime24"], settings)
+    assert [task.name for task in tasks] == ["needle@512", "needle@1024", "aime24", "gsm8k"]
+    assert tasks[-1].metric == "accuracy"  # keepset's own, not the harness's
+    every = [task.name for task in find(["ruler"], TaskSettings())]
+    mixed = [task.name for task in find(["niah_single_2", "ruler"], TaskSettings())]
+    assert mixed[0] == "niah_single_2@4096" != every[0] and sorted(mixed) == sorted(every)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("gsm8", "There is no task 'gsm8'; did you mean 'gsm8k'?"),
+        ("hellaswg", "There is no task 'hellaswg'; did you mean 'hellaswag'?"),
+        ("niah_single1", "did you mean 'niah_single_1', 'niah_single_"),
+        ("needle@4096", "There is no task 'needle@4096'; did you mean 'needle'"),
+        ("no/such/file.yaml", "There is no task 'no/such/file.yaml'"),
+        ("", "There is no task ''; name one such as gsm8k"),
+    ],
+)
+def test_an_unknown_name_is_one_sentence_with_the_nearest(name: str, sentence: str) -> None:
+    with pytest.raises(KeepsetError) as caught:
+        find(["aime24", name], TaskSettings())
+    assert sentence in str(caught.value)
+    with pytest.raises(KeepsetError, match="There is no task to evaluate: name one, such as gsm8k"):
+        find([], TaskSettings())
+
+
+def test_without_the_harness_and_settings_out_of_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(KeepsetError) as caught:
+        find(["hellaswag"], TaskSettings())
+    assert "no task 'hellaswag' without lm-evaluation-harness: pip install \"keepset[eval]\"" in str(caught.value)
+    assert find(["needle"], TaskSettings())[0].name == "needle@4096"
+    with pytest.raises(KeepsetError, match=r"There is no folder '.*nowhere' to take data from"):
+        TaskSettings(data=tmp_path / "nowhere")
+    for lengths in ((), (4096, 0)):
+        with pytest.raises(KeepsetError, match=r"lengths=.* are no lengths in tokens"):
+            TaskSettings(lengths=lengths)

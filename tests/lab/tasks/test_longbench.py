@@ -130,6 +130,11 @@ def test_the_harness_data_set_on_the_hub(tokenizer: Any, tmp_path: Path, monkeyp
     assert asked == []
     assert online.examples(tokenizer) == task("longbench_qasper").examples(tokenizer)
     assert [(name, split) for _, name, split in asked] == [("qasper", "test")]
+
+    def nothing(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr(datasets, "load_dataset", nothing)
     with pytest.raises(KeepsetError, match=r"qasper cannot be loaded .*give a folder with qasper\.jsonl"):
         task("longbench_qasper", tmp_path).examples(tokenizer)  # a folder without it
 

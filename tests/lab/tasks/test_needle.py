@@ -42,7 +42,7 @@ def test_examples_fill_their_length_and_hold_the_fact_at_its_depth(length: int, 
         assert example.facts["length"] == length
 
 
-def test_hay_is_a_part_of_the_essays_and_depths_take_turns(tokenizer: Any) -> None:
+def test_hay_is_a_part_of_the_essays_depths_take_turns_and_a_number_is_found(tokenizer: Any) -> None:
     first, second = needle(500).examples(tokenizer, limit=2)
     for example, name in zip((first, second), essays(), strict=False):
         sentence = f"{example.questions[0].prefix.strip()} {example.questions[0].target}. "
@@ -58,9 +58,6 @@ def test_hay_is_a_part_of_the_essays_and_depths_take_turns(tokenizer: Any) -> No
     assert made.examples(tokenizer, limit=6)[:2] == made.examples(tokenizer, limit=2)
     assert made.examples(tokenizer, limit=2, seed=1) != made.examples(tokenizer, limit=2)
     assert len({example.id for example in made.examples(tokenizer)}) == 50
-
-
-def test_a_number_in_the_reply_is_found_and_a_short_length_refused(tokenizer: Any) -> None:
     made = needle(256)
     [question] = made.examples(tokenizer, limit=1)[0].questions
     assert made.judge(question, f" {question.target}.\nMore") == {"found": 1.0}

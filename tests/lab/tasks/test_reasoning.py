@@ -46,7 +46,7 @@ def test_data_in_all_their_forms(tmp_path: Path, name: str, item: dict[str, Any]
     assert make_task(name).judge(question, f"So it is \\boxed{{{gold} + 1}}.") == {"accuracy": 0.0}
 
 
-def test_examples_come_in_order_and_have_maths_subject_and_level(tmp_path: Path) -> None:
+def test_examples_come_in_order_from_a_folder_or_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     item = {"problem": "Solve it", "answer": "3", "subject": "Number Theory", "level": 4, "unique_id": "x"}
     assert examples(tmp_path, "math500", item)[0].facts == {"subject": "Number Theory", "level": 4}
     assert examples(tmp_path, "math500", {**item, "subject": None, "level": [4]})[0].facts == {}
@@ -55,6 +55,17 @@ def test_examples_come_in_order_and_have_maths_subject_and_level(tmp_path: Path)
     assert [example.questions[0].text for example in every] == [f"{n}?{ASK}" for n in range(5)]
     assert len({example.id for example in every}) == 5
     assert examples(tmp_path, "gsm8k", *items, limit=2) == every[:2]
+    asked = []
+
+    def load(path: str, name: str | None, split: str) -> list[dict[str, object]]:
+        asked.append((path, name, split))
+        return [{"Problem": "Find it.", "Answer": 204}, {"Problem": "Find it.", "Answer": None}]
+
+    monkeypatch.setattr("keepset.models.hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(KeepsetError, match=r"Maxwell-Jia/AIME_2024, item 1, lacks the field 'answer'"):
+        examples_of(make_task("aime24"))
+    assert asked == [("Maxwell-Jia/AIME_2024", None, "train")]
 
 
 def test_answers_are_long_and_judged_in_threads_too() -> None:
@@ -141,17 +152,3 @@ def test_without_math_verify_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
 def test_missing_fields_are_one_sentence(tmp_path: Path, name: str, item: dict[str, Any], sentence: str) -> None:
     with pytest.raises(KeepsetError, match=sentence):
         examples(tmp_path, name, item)
-
-
-def test_problems_come_from_the_hub_where_no_folder_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load(path: str, name: str | None, split: str) -> list[dict[str, object]]:
-        asked.append((path, name, split))
-        return [{"Problem": "Find it.", "Answer": 204}, {"Problem": "Find it.", "Answer": None}]
-
-    monkeypatch.setattr("keepset.models.hub_answers", lambda: True)
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(KeepsetError, match=r"Maxwell-Jia/AIME_2024, item 1, lacks the field 'answer'"):
-        examples_of(make_task("aime24"))
-    assert asked == [("Maxwell-Jia/AIME_2024", None, "train")]
