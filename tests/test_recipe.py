@@ -197,19 +197,16 @@ def test_texts(text: str, recipe: Recipe) -> None:
     assert Recipe.parse(text) == recipe
 
 
-@pytest.mark.parametrize(
-    ("text", "canonical"),
-    [
-        ("knorm()", "knorm"),
-        (" snapkv( window = 64,keep=.5 ) ", "snapkv(keep=0.5)"),
-        ("adakv(snapkv(), floor=0.20)", "adakv(snapkv)"),
-        ("adakv(scorer=snapkv(kernel=7), keep=1_000)", "adakv(snapkv(kernel=7), keep=1000)"),
-        ("streaming_llm(recent=0, sinks=4)", "streaming_llm"),
-        ("tova(every=4, prefill=True, keep=8)", "tova(keep=8, every=4)"),
-    ],
-)
-def test_canonical_text(text: str, canonical: str) -> None:
-    assert str(Recipe.parse(text)) == canonical
+def test_canonical_text() -> None:
+    for text, canonical in {
+        "knorm()": "knorm",
+        " snapkv( window = 64,keep=.5 ) ": "snapkv(keep=0.5)",
+        "adakv(snapkv(), floor=0.20)": "adakv(snapkv)",
+        "adakv(scorer=snapkv(kernel=7), keep=1_000)": "adakv(snapkv(kernel=7), keep=1000)",
+        "streaming_llm(recent=0, sinks=4)": "streaming_llm",
+        "tova(every=4, prefill=True, keep=8)": "tova(keep=8, every=4)",
+    }.items():
+        assert str(Recipe.parse(text)) == canonical
 
 
 def test_text_with_another_keep_need_not_suit_the_recipe() -> None:
@@ -220,19 +217,11 @@ def test_text_with_another_keep_need_not_suit_the_recipe() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("hint", "texts"),
-    [
-        ("snapkv", ["snapvk(keep=0.5)", "SnapKV"]),
-        ("streaming_llm", ["adakv(streamingllm)"]),
-        ("window", ["snapkv(windw=3)"]),
-        ("keep", ["snapkv(kep=0.5)"]),
-        ("floor", ["adakv(snapkv, flor=0.5)"]),
-        ("every", ["tova(ever=4)"]),
-    ],
-)
-def test_names_the_nearest(hint: str, texts: list[str]) -> None:
-    assert all(f"did you mean {hint!r}?" in refusal(text) for text in texts)
+def test_names_the_nearest() -> None:
+    methods = {"snapvk(keep=0.5)": "snapkv", "SnapKV": "snapkv", "adakv(streamingllm)": "streaming_llm"}
+    parameters = {"snapkv(windw=3)": "window", "snapkv(kep=0.5)": "keep", "tova(ever=4)": "every"}
+    for text, near in (methods | parameters | {"adakv(snapkv, flor=0.5)": "floor"}).items():
+        assert f"did you mean {near!r}?" in refusal(text)
 
 
 def test_lists_what_there_is_when_nothing_is_near() -> None:
