@@ -46,7 +46,9 @@ def test_programs_import_names_that_exist(folder: str) -> None:
 def test_what_imports_load() -> None:
     """First nothing heavy, then neither transformers nor vLLM, and all of the library without a module of the lab."""
     code = f"""
-import sys, keepset
+import sys
+sys.modules["sklearn"] = None  # transformers imports it where it is installed
+import keepset
 def show(*names): print(*(name for name in sys.modules if name in names or ".".join(name.split(".")[:2]) in names))
 keepset.__version__, dir(keepset), show(*{HEAVY})
 keepset.Recipe.parse("adakv(tova, keep=8)"), keepset.models, show("transformers", "vllm")

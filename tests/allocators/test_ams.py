@@ -30,17 +30,10 @@ def naive_cuts(mass: list[float], share: float, shortest: int, longest: int) -> 
     cuts, filled, threshold = [], 0.0, 1
     for place, part in enumerate(mass):
         filled += part
-        crossed = False
         while threshold * share < 1 - 1e-9 and filled >= share * threshold:
             threshold += 1
-            crossed = True
-        if crossed:
             cuts.append(place + 1)
-    lengths, begin = [], 0
-    for cut in [*cuts, len(mass)]:
-        if cut > begin:
-            lengths.append(cut - begin)
-            begin = cut
+    lengths = [stop - start for start, stop in pairwise(sorted({0, *cuts, len(mass)}))]
     merged: list[int] = []
     carried = 0
     for length in lengths:

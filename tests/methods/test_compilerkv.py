@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.core.features.runtime_features import ModelTables, Perplexity
@@ -25,15 +26,20 @@ WINDOW = 5
 
 
 def layers_of(
-    shape: Shape, layers: int, perplexities: Sequence[float], seed: int = 0, file: str = "", **parts: Any
+    shape: Shape,
+    layers: int,
+    perplexities: Sequence[float],
+    seed: int = 0,
+    file: str = "",
+    positions: Sequence[Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Observation]:
     features: dict[Any, Any] = {Perplexity(WINDOW): torch.tensor(perplexities)}
     if file:
         features[ModelTables(file)] = load(file)
-    return [
-        observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=seed + i, features=features, **parts)
-        for i in range(layers)
-    ]
+    places = positions or [None] * layers
+    same: dict[str, Any] = dict(window=WINDOW, layers=range(layers), dtype=dtype, features=features)
+    return [observe(shape, layer=i, seed=seed + i, positions=places[i], **same) for i in range(layers)]
 
 
 def mean_attention(observations: Sequence[Observation], request: int) -> list[float]:
@@ -211,19 +217,8 @@ def test_scores_where_heads_hold_different_entries(
     shape, layers, *_ = case
     tables, file = written(folder, layers, shape.kv_heads * shape.group)
     method = CompilerKV(tables=file, window=WINDOW)
-
-    observations = [
-        observe(
-            shape,
-            window=WINDOW,
-            layer=i,
-            layers=range(layers),
-            seed=i,
-            dtype=dtype,
-            positions=thinned(shape, 10 * seed + i, 4, newest=1),
-        )
-        for i in range(layers)
-    ]
+    positions = [thinned(shape, 10 * seed + i, 4, newest=1) for i in range(layers)]
+    observations = layers_of(shape, layers, [1.0] * shape.batch, positions=positions, dtype=dtype)
     received = method.received_attention(observations)
     for layer, seen in enumerate(observations):
         row = torch.zeros(shape.batch, dtype=torch.long)

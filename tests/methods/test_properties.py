@@ -185,17 +185,9 @@ def after_prompts(
     shape: Shape, layers: tuple[int, ...], seed: int, recent: int, prompts: tuple[int, ...]
 ) -> list[Observation]:
     """Return layers where every head holds the whole prompts, and lost other entries of what followed."""
-    return [
-        observe(
-            shape,
-            layer=layer,
-            layers=layers,
-            seed=seed,
-            positions=thinned(shape, seed + layer, 7, recent, prompts),
-            prompts=torch.tensor(prompts),
-        )
-        for layer in layers
-    ]
+    held = {layer: thinned(shape, seed + layer, 7, recent, prompts) for layer in layers}
+    options = dict(layers=layers, seed=seed, prompts=torch.tensor(prompts))
+    return [observe(shape, layer=layer, positions=held[layer], **options) for layer in layers]
 
 
 @every_method
