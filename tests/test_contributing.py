@@ -93,23 +93,10 @@ def test_catalogue_has_a_row(example: ModuleType) -> None:
     (entry,) = [
         e for e in json.loads(CliRunner().invoke(app, ["methods", "--json", "-"]).stdout) if e["name"] == "example"
     ]
-    assert entry == {
-        "name": "example",
-        "family": "scorer",
-        "layout": "dense",
-        "needs": ["window of 8 queries"],
-        "parameters": {"window": 8, "power": 1.0},
-        "ranges": {"window": "from 1", "power": "from 0.0"},
-        "paper": "arXiv:0000.00000",
-        "summary": example.Example.__doc__.splitlines()[0],
-        "sinks": 0,
-        "recent": 8,
-        "needs_budget": True,
-        "every": True,
-        "vllm": True,
-        "passes": 1,
-        "advice": "",
-    }
+    says = dict(name="example", family="scorer", layout="dense", paper="arXiv:0000.00000", advice="")
+    takes = dict(parameters={"window": 8, "power": 1.0}, ranges={"window": "from 1", "power": "from 0.0"})
+    serves = dict(sinks=0, recent=8, needs_budget=True, every=True, vllm=True, passes=1, needs=["window of 8 queries"])
+    assert entry == {**says, **takes, **serves, "summary": example.Example.__doc__.splitlines()[0]}
     assert "\nexample " in CliRunner().invoke(app, ["methods"]).stdout
 
 

@@ -84,18 +84,15 @@ def test_embedded_model_is_right_and_ready(embedded: Embedded) -> None:
     assert tokenizer.decode(out[0]).startswith("The capital of France is Paris")
 
 
-def test_tokenizer_round_trips_its_chat_template(embedded: Embedded) -> None:
-    tokenizer = embedded[1]
+def test_tokenizer_round_trips_its_chat_template_and_agrees_with_the_config(embedded: Embedded) -> None:
+    """It adds nothing, and splits digits."""
+    model, tokenizer = embedded
     text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert tokenizer(text)["input_ids"] == ids
     assert tokenizer.decode(ids) == text
     assert ids[0] == 1 and ids[1] != 1
     assert ids.count(1) == text.count("<|im_start|>")
-
-
-def test_tokenizer_adds_nothing_splits_digits_and_agrees_with_the_config(embedded: Embedded) -> None:
-    model, tokenizer = embedded
     assert tokenizer.tokenize("2024 and 31") == ["2", "0", "2", "4", "Ġand", "Ġ", "3", "1"]
     assert tokenizer("<|im_start|>")["input_ids"] == [1]
     for each in (tokenizer, model.config, model.generation_config):

@@ -81,11 +81,6 @@ def test_the_command_line_imports_it(module: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_what_is_no_name_of_a_module() -> None:
-    with pytest.raises(KeepsetError, match=r"--plugin 'a b' is no name of a module"):
-        add("a b")
-
-
 class Forgotten(Method):
     """A method without `@dataclass`."""
 
@@ -104,7 +99,9 @@ class Short(Forgotten):
         return super().score(observation)[..., :-1]
 
 
-def test_what_is_wrong_about_a_method_is_said() -> None:
+def test_what_is_wrong_about_a_module_or_method_is_said() -> None:
+    with pytest.raises(KeepsetError, match=r"--plugin 'a b' is no name of a module"):
+        add("a b")
     with pytest.raises(RecipeError, match=r"Forgotten has the parameter 'power' and is no dataclass.*@dataclass"):
         registry.register(Forgotten)
     with pytest.raises(RecipeError, match="register a class that derives from keepset"):

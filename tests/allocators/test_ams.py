@@ -30,17 +30,10 @@ def naive_cuts(mass: list[float], share: float, shortest: int, longest: int) -> 
     cuts, filled, threshold = [], 0.0, 1
     for place, part in enumerate(mass):
         filled += part
-        crossed = False
         while threshold * share < 1 - 1e-9 and filled >= share * threshold:
             threshold += 1
-            crossed = True
-        if crossed:
             cuts.append(place + 1)
-    lengths, begin = [], 0
-    for cut in [*cuts, len(mass)]:
-        if cut > begin:
-            lengths.append(cut - begin)
-            begin = cut
+    lengths = [stop - start for start, stop in pairwise(sorted({0, *cuts, len(mass)}))]
     merged: list[int] = []
     carried = 0
     for length in lengths:
@@ -220,20 +213,16 @@ def test_many_entries_are_chosen_as_head_by_head() -> None:
     draw = torch.Generator().manual_seed(0)
     heads, entries, number = 8, 5000, 30
     assert heads * entries > 1 << 15 > entries  # sorted in another way together than alone
-    ranked = torch.randn(2, heads // 2, entries, generator=draw).mul(4).round()  # with ties
+    ranked = torch.randn(1, heads, entries, generator=draw).mul(4).round()  # with ties
     ranked[:, :, 100:140] = float("-inf")
     segment = torch.randint(number, ranked.shape, generator=draw).sort(-1).values
-    length = torch.zeros(*segment.shape[:2], number, dtype=torch.long).scatter_add(
-        -1, segment, (~ranked.isneginf()).long()
-    )
-    ends = length.cumsum(-1)
+    length = torch.zeros(1, heads, number, dtype=torch.long).scatter_add(-1, segment, (~ranked.isneginf()).long())
     quotas = (length * torch.rand(length.shape, generator=draw)).long()
-    found = top_of_segments(ranked, segment, ends, quotas)
+    asked = ranked, segment, length.cumsum(-1), quotas
+    found = top_of_segments(*asked)
     assert torch.equal(found.sum(-1), quotas.sum(-1))
-    for b in range(2):
-        for h in range(heads // 2):
-            one = (each[b : b + 1, h : h + 1] for each in (ranked, segment, ends, quotas))
-            assert torch.equal(found[b : b + 1, h : h + 1], top_of_segments(*one))
+    for head in range(heads):
+        assert torch.equal(found[:, [head]], top_of_segments(*(each[:, [head]] for each in asked)))
 
 
 # --- events
@@ -419,16 +408,6 @@ def test_switches() -> None:
     keep_set = Recipe(AMS(scorer, window=8, credit=False), budget).select(observation)
     assert "credit" not in keep_set.layer(0).state
     assert AMS(scorer, weighted=False, adaptive=False).traits.needs.window == 1
-
-
-def test_a_region_of_low_scores_is_not_wiped_out() -> None:
-    """A region that a global top-k drops as a whole keeps its share of what it receives."""
-    observation = observe(Shape((200,), 1, 2, 8, 8), state={"scores": torch.arange(200.0)[None, None]})
-    budget = Budget(40, sinks=0, recent=0)
-    (plain,), (ams,) = (heads_of(each, observation, budget) for each in (Given(), AMS(Given(), window=8)))
-    assert min(plain) == 160
-    regions = [sum(start <= place < start + 40 for place in ams) for start in range(0, 200, 40)]
-    assert all(regions) and len(ams) == 40
 
 
 def test_an_event_does_not_wait_for_a_device_nor_loop_over_heads() -> None:

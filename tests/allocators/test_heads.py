@@ -78,14 +78,6 @@ def test_a_fraction_below_what_always_stays_keeps_that_in_every_head() -> None:
     assert heads_of(AdaKV(Given(), floor=0), scored(scores), Budget(0.4, sinks=1, recent=6)) == [always] * 3
 
 
-def of_norms(heads: list[list[float]]) -> Observation:
-    """One request whose heads hold keys of these lengths."""
-    most = max(map(len, heads))
-    valid = torch.tensor([[True] * len(head) + [False] * (most - len(head)) for head in heads])
-    keys = torch.tensor([head + [0.0] * (most - len(head)) for head in heads])[None, ..., None]
-    return Observation(keys=keys, values=keys, valid=valid[None])
-
-
 @examples(150, derandomize=False)
 @given(
     held=st.lists(st.integers(1, 30), min_size=1, max_size=5),
@@ -94,8 +86,9 @@ def of_norms(heads: list[list[float]]) -> Observation:
     seed=st.integers(0, 99),
 )
 def test_heads_that_hold_little_do_not_shrink_the_layer(held: list[int], keep: int, percent: int, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    observation = of_norms([torch.rand(count, generator=draw).tolist() for count in held])
+    keys = torch.rand(1, len(held), max(held), 1, generator=torch.Generator().manual_seed(seed))
+    valid = torch.arange(max(held)) < torch.tensor(held)[:, None]
+    observation = Observation(keys=keys, values=keys, valid=valid[None])
     counts = AdaKV(Knorm(), floor=percent / 100).select(observation, Budget(keep)).counts[0, 0].tolist()
     assert all(count <= there for count, there in zip(counts, held, strict=True))
     assert sum(counts) == min(len(held) * keep, sum(held))

@@ -17,18 +17,14 @@ from tests.methods.formulas import naive_scores, observed
 from tests.methods.naive import Given, Shape, sets_of
 from tests.tiers import examples
 
-options_of_kvcompose = st.fixed_dictionaries(
-    dict(
-        task=st.sampled_from(["context", "self"]),
-        aggregate_task=st.sampled_from(["max", "mean"]),
-        aggregate_group=st.sampled_from(["max", "mean"]),
-        aggregate_head=st.sampled_from(["max", "mean"]),
-        mean_term=st.booleans(),
-        values=st.sampled_from(["none", "norm", "projected"]),
-        structured=st.booleans(),
-        floor=st.sampled_from([0.0, 0.3, 1.0]),
-    )
+SWITCHES = dict(
+    task=["context", "self"],
+    **dict.fromkeys(("aggregate_task", "aggregate_group", "aggregate_head"), ("max", "mean")),
+    **dict.fromkeys(("mean_term", "structured"), (True, False)),
+    values=["none", "norm", "projected"],
+    floor=[0.0, 0.3, 1.0],
 )
+options_of_kvcompose = st.fixed_dictionaries({name: st.sampled_from(of) for name, of in SWITCHES.items()})
 
 
 @st.composite

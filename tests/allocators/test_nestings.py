@@ -29,14 +29,6 @@ def test_it_is_made_or_refused_in_one_sentence() -> None:
     assert found[1] < found[2] < found[3]
 
 
-def test_recipes_are_refused_when_they_are_parsed() -> None:
-    for nesting, sentence in refusals().items():
-        if sentence and len(nesting) == 3:
-            with pytest.raises(RecipeError) as refused:
-                Recipe.parse("(".join(nesting) + ")" * (len(nesting) - 1))
-            assert str(refused.value) == sentence
-
-
 @pytest.mark.parametrize(
     ("texts", "because"),
     [
@@ -87,11 +79,6 @@ def test_traits_are_those_of_all_parts(text: str, layout: str, sinks: int, recen
     assert traits.biased == ("match" in text) and traits.counts_from_data == across
 
 
-def one_budget_for_all(method: Method) -> bool:
-    """Return whether a fraction is taken of all layers together, and not of each head."""
-    return method.traits.across_layers or not method.traits.fixed_total
-
-
 def check_a_fraction(
     nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int, extra: bool = False
 ) -> None:
@@ -102,7 +89,8 @@ def check_a_fraction(
     more = min(recent, prompt) if extra else 0
     each = min(max(least, prompt * percent // 100 + more), prompt)
     together = min(max(least * heads, prompt * percent * heads // 100 + more * heads), prompt * heads)
-    total = together if one_budget_for_all(method) else each * heads
+    # A fraction may be taken of all layers together, and not of each head.
+    total = together if method.traits.across_layers or not method.traits.fixed_total else each * heads
     if WHOLE_ENTRIES & {*nesting}:
         total -= total % HEADS
     check_counts(method, kept, total, each, exact=nesting[-1] not in CAPS)

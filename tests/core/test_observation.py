@@ -9,22 +9,10 @@ import torch
 from keepset import KeepsetError, Observation
 from keepset.core.feature import Needs
 from keepset.core.features.attention import PromptQueryAttention
-from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.features.runtime_features import RecentQueries
 from tests.kernels.test_attention import other_softmax
-from tests.methods.naive import (
-    DTYPES,
-    EXACT,
-    MAX,
-    SHAPES,
-    SUM,
-    Rope,
-    Shape,
-    length_of,
-    observe,
-    tolerance,
-    window_attention,
-)
+from tests.methods.naive import DTYPES, EXACT, MAX, SHAPES, SUM, Shape, length_of, observe, tolerance, window_attention
 
 DROPPED = torch.tensor([[[0, 3, 4, 8, 9], [1, 2, 7, 8, 9]]])
 
@@ -113,17 +101,6 @@ def test_what_overflowed_is_seen_in_its_own_head_only(number: float) -> None:
 def test_query_heads_are_grouped_as_the_model_groups_them() -> None:
     grouped = bare().by_query_group(torch.arange(2 * 6).view(2, 6).float())
     assert grouped.tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
-
-
-def test_moments_ahead_are_rotated_on_both_sides() -> None:
-    size, future, rope = 6, 5, Rope((11, 3))
-    draw = torch.Generator().manual_seed(0)
-    mean, half = torch.randn(2, 4, size, generator=draw), torch.randn(2, 4, size, size, generator=draw)
-    covariance = half @ half.transpose(-1, -2)
-    ahead_mean, ahead_covariance = QueryDistribution(mean, covariance, rope).ahead(future)
-    rotation = rope(torch.eye(size).expand(2, 1, size, size), future).transpose(-1, -2)  # columns: rotated unit vectors
-    torch.testing.assert_close(ahead_mean, (rotation @ mean[..., None])[..., 0])
-    torch.testing.assert_close(ahead_covariance, rotation @ covariance @ rotation.mT, rtol=1e-5, atol=1e-5)
 
 
 def test_of_several_layers_each_row_has_its_own() -> None:

@@ -292,22 +292,12 @@ def prompt_queries(observation: Observation, method: PromptQueries, request: int
     return [sum(column) / len(members) for column in zip(*received, strict=True)]
 
 
-SECOND_PASSES = tuple(
-    SecondPassAttention(task, statistic, group, mean_term, values)
-    for (task, statistic), (group, mean_term, values) in product(
-        [("context", "max"), ("context", "mean"), ("context", "rms"), ("self", "max"), ("self", "mean")],
-        [
-            ("mean", True, "none"),
-            ("max", False, "none"),
-            ("mean", True, "norm"),
-            ("max", True, "projected"),
-            ("mean", False, "projected"),
-        ],
-    )
-)
+WHAT = [("context", "max"), ("context", "mean"), ("context", "rms"), ("self", "max"), ("self", "mean")]
+HOW = [("mean", True, "none"), ("max", False, "none"), ("mean", True, "norm")]
+HOW += [("max", True, "projected"), ("mean", False, "projected")]
 
 
-@formula(*SECOND_PASSES)
+@formula(*(SecondPassAttention(*what, *how) for what, how in product(WHAT, HOW)))
 def second_pass(observation: Observation, method: SecondPassAttention, request: int, head: int) -> list[float]:
     """Equations 14 to 16."""
     own = _one_head(observation, method, request, head)

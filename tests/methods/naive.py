@@ -225,13 +225,8 @@ def observe(
         ModelStatistics(""): measured,
         ModelStatistics("", predictors=True): measured,
     }
-    options = dict(
-        keys=keys,
-        values=values,
-        queries=queries,
-        valid=None if set(shape.lengths) == {shape.entries} else valid,
-        positions=positions,
-    )
+    options: dict[str, Any] = dict(keys=keys, values=values, queries=queries, positions=positions)
+    options["valid"] = None if set(shape.lengths) == {shape.entries} else valid
     return Observation(**{**options, **parts, "features": {**features, **parts.get("features", {})}})
 
 

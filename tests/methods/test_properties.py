@@ -67,14 +67,15 @@ class Case:
     @functools.cache  # noqa: B019  # every method is asked about the same ones
     def observations(self) -> list[Observation]:
         """Return the layers; after an earlier compression every head has lost other entries, never the newest."""
-        shape, dropped = self.shape, self.dropped
-        parts = {
-            layer: dict(positions=thinned(shape, self.seed + layer, dropped, newest=1) if dropped else None)
-            for layer in self.layers
-        }
-        seeds = {layer: self.seed + layer for layer in self.layers}
         return [
-            observe(shape, layer=layer, layers=self.layers, seed=seeds[layer], dtype=self.dtype, **parts[layer])
+            observe(
+                self.shape,
+                layer=layer,
+                layers=self.layers,
+                seed=self.seed + layer,
+                dtype=self.dtype,
+                positions=thinned(self.shape, self.seed + layer, self.dropped, newest=1) if self.dropped else None,
+            )
             for layer in self.layers
         ]
 
@@ -94,23 +95,16 @@ class Case:
         apart = self.observations()
         return [several(some) for some in (apart[:first], apart[first:]) if some]
 
-    def wanted_together(self, length: int, parts: int, heads: int = 1) -> int:
-        """Entries that parts keep together of `length` in each head, on average over a part's heads; one at least."""
-        keep = self.budget.keep
-        if isinstance(keep, float):
-            return max(parts * self.least(length), parts * heads * length * round(keep * 100) // 100 // heads)
-        return self.wanted(length) * parts
+    def wanted(self, length: int, parts: int = 1, heads: int = 1) -> int:
+        """Entries that parts keep together of `length` in each head, on average over a part's heads, in whole numbers.
 
-    def wanted(self, length: int) -> int:
-        """Entries that the average head keeps of `length`, in whole numbers."""
-        keep = self.budget.keep
+        No fraction goes below what always stays, and one.
+        """
+        keep, least = self.budget.keep, min(max(1, self.budget.sinks + self.budget.recent), length)
         if isinstance(keep, float):
-            return max(self.least(length), length * round(keep * 100) // 100)
-        return min(keep, length) if keep is not None else length
-
-    def least(self, length: int) -> int:
-        """Entries that no fraction goes below: what always stays, and one."""
-        return min(max(1, self.budget.sinks + self.budget.recent), length)
+            return max(parts * least, parts * heads * length * round(keep * 100) // 100 // heads)
+        assert keep is not None
+        return min(keep, length) * parts
 
 
 @st.composite
@@ -179,10 +173,10 @@ def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
         if traits.equal_layers and (traits.equal_heads or not traits.across_layers):
             assert [sum(layer) for layer in counts] == [wanted * heads] * layers
         elif traits.equal_heads:
-            total = case.wanted_together(length, layers, heads) if traits.across_layers else wanted * layers
+            total = case.wanted(length, layers, heads) if traits.across_layers else wanted * layers
             assert sum(layer[0] for layer in counts) == total
         else:
-            assert sum(map(sum, counts)) == case.wanted_together(length, layers * heads)
+            assert sum(map(sum, counts)) == case.wanted(length, layers * heads)
             assert all(head >= 1 for layer in counts for head in layer)
 
 
@@ -191,17 +185,9 @@ def after_prompts(
     shape: Shape, layers: tuple[int, ...], seed: int, recent: int, prompts: tuple[int, ...]
 ) -> list[Observation]:
     """Return layers where every head holds the whole prompts, and lost other entries of what followed."""
-    return [
-        observe(
-            shape,
-            layer=layer,
-            layers=layers,
-            seed=seed,
-            positions=thinned(shape, seed + layer, 7, recent, prompts),
-            prompts=torch.tensor(prompts),
-        )
-        for layer in layers
-    ]
+    held = {layer: thinned(shape, seed + layer, 7, recent, prompts) for layer in layers}
+    options = dict(layers=layers, seed=seed, prompts=torch.tensor(prompts))
+    return [observe(shape, layer=layer, positions=held[layer], **options) for layer in layers]
 
 
 @every_method

@@ -20,13 +20,13 @@ from keepset.core.feature import Needs
 from keepset.core.features.attention import AttentionColumns, PromptQueryAttention, SecondPass
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics, OutputProjection
-from keepset.core.statistics import LayerStatistics, Statistics
+from keepset.core.statistics import Statistics
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.softmax import Softmax
 from keepset.methods import expected_attention, window
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.gvote import GVote
-from keepset.methods.keys import KeyDiff, LagKV
+from keepset.methods.keys import LagKV
 from keepset.methods.measured import QFilter, TriAttention
 from keepset.methods.positions import Random
 from keepset.methods.second_pass import PromptQueries, SecondPassAttention
@@ -100,7 +100,6 @@ def test_what_is_missing_is_asked_for(text: str, feature: str) -> None:
 def test_what_always_stays(text: str, always: list[int]) -> None:
     for head in stay(text, observe(Shape((40,), 3, 2, 5, 5))):
         assert set(always) <= set(head)
-    assert str(Recipe.parse("r_kv(keep=12, sinks=0)")) == "r_kv(keep=12, sinks=0)"
 
 
 def test_only_what_is_looked_at_is_needed() -> None:
@@ -157,23 +156,6 @@ def test_streaming_llm_keeps_the_first_four_and_the_newest(shape: Shape) -> None
     for request, length in enumerate(shape.lengths):
         expected = [t for t in range(length) if t < 4 or t >= length - 3]
         assert stay("streaming_llm(keep=7)", observe(shape), request) == [expected] * shape.kv_heads
-
-
-def test_a_keys_length_plays_no_part_in_keydiff_and_one_that_points_elsewhere_is_the_best() -> None:
-    observation = observe(Shape((19,), 2, 1, 6, 6))
-    before = KeyDiff().score(observation)
-    observation.keys[:, :, ::3] *= 50
-    torch.testing.assert_close(KeyDiff().score(observation), before, **EXACT)
-    observation.keys[:] = 1 + observation.keys / 1000
-    observation.keys[0, 0, 5] = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
-    assert KeyDiff().score(observation)[0, 0].argmax() == 5
-
-
-def test_every_partition_of_lagkv_keeps_the_same_share() -> None:
-    observation = observe(Shape((50,), 2, 1, 5, 5))
-    for positions in heads_of(LagKV(lag=10, skip=4), observation, Budget(4 + 16 + 3 * 4, sinks=4, recent=10)):
-        assert [sum(start <= p < start + 10 for p in positions) for start in (4, 14, 24)] == [4, 4, 4]
-        assert set(range(4)) | set(range(34, 50)) <= set(positions)
 
 
 def test_a_channel_that_does_not_vary_counts_as_zero() -> None:
@@ -349,31 +331,6 @@ def test_statistics_of_another_model_are_refused(heads: tuple[int, int], size: i
     observation = Observation(keys=keys, values=keys, layers=layers, features=theirs)
     with pytest.raises(KeepsetError, match="are of another model: theirs has 2 layers with 2 KV heads of size 4"):
         QFilter().score(observation)
-
-
-def one_plane(length: int, mean: float, frequency: float) -> Observation:
-    """One key, rotated to every position, and statistics of queries of norm 1."""
-    layer = LayerStatistics(
-        direction=torch.zeros(1, 2),
-        mean=torch.tensor([[mean, 0.0]]),
-        covariance=torch.zeros(1, 2, 2),
-        norm=torch.ones(1, 2),
-        partner=torch.tensor([1, 0]),
-        frequency=torch.tensor([-frequency, frequency]),
-        gain=torch.ones(2),
-    )
-    angles = torch.arange(length) * frequency
-    keys = torch.stack([angles.cos(), angles.sin()], -1)[None, None]
-    return Observation(keys=keys, values=keys, features={ModelStatistics(""): Statistics({0: layer})})
-
-
-def test_concentrated_queries_prefer_a_distance_and_spread_ones_look_at_norms_alone() -> None:
-    # One turn in 16 positions: keys 16 before the next query but one, at position 24, point its way.
-    assert heads_of(TriAttention(horizon=1), one_plane(23, 1.0, math.tau / 16), Budget(1)) == [[8]]
-    observation = one_plane(12, 0.0, 0.7)
-    observation.keys[0, 0, 5] *= 3
-    observation.keys[0, 0, 2] *= 2
-    assert heads_of(TriAttention(), observation, Budget(2)) == [[2, 5]]
 
 
 def test_a_number_that_overflowed_leaves_the_other_scores_alone() -> None:
