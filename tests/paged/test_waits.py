@@ -315,10 +315,10 @@ def decoded(recipe: str, caches: Tensor, gpu: Gpu | None) -> tuple[LayerGroup, l
     [
         *[("knorm(keep=10, every=7)", 120), ("keydiff(keep=10, every=7)", 130)],
         *[("adakv(knorm, keep=10, every=7)", 330), ("pool(knorm, keep=10, every=7)", 350)],
-        *[("composite(knorm, keep=10, every=7)", 390), ("snapkv(window=5, keep=10, every=7)", 200)],
-        ("ams(tova, window=6, recent=4, sinks=1, min_segment=2, max_segment=4, keep=10, every=7)", 500),
-        ("expected_attention(buffer=7, future=4, skip=1, prefill=False, keep=10, every=7)", 300),
-        ("adakv(snapkv(window=5), keep=10, every=7)", 400),
+        *[("composite(knorm, keep=10, every=7)", 390), ("snapkv(window=5, keep=10, every=7)", 150)],
+        ("ams(tova, window=6, recent=4, sinks=1, min_segment=2, max_segment=4, keep=10, every=7)", 390),
+        ("expected_attention(buffer=7, future=4, skip=1, prefill=False, keep=10, every=7)", 270),
+        ("adakv(snapkv(window=5), keep=10, every=7)", 370),
     ],
 )
 def test_steps_launch_the_same_for_any_number_of_layers(recipe: str, most: int, triton_interpreted: None) -> None:
