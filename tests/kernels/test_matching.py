@@ -50,8 +50,7 @@ def attention(
     """Of every query over some entries alone, from their own logits; each query is a head of the softmax."""
     keys = heads.keys[head][kept] if keys is None else keys
     added, products = heads.added[head][kept] + biases, heads.queries[head].double() @ keys.double().T * 0.4
-    sinks = None if softmax.sinks is None else softmax.sinks[0]
-    whole = replace(softmax, sinks=sinks)
+    whole = replace(softmax, sinks=None if softmax.sinks is None else softmax.sinks[0])
     return np.stack([attention_of(row, whole, query, added).numpy() for query, row in enumerate(products)])
 
 

@@ -38,7 +38,7 @@ DRAFTED = [recipe for recipe in RECIPES if recipe.startswith(("adakv", "snapkv",
 """A recipe of each layout, and of each thing that is looked at."""
 MORE_DRAFTED = [recipe for recipe in [*RECIPES[3:], *FURTHER] if recipe not in DRAFTED]
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-PROMPTS, TOKENS = ((23, 9, 40, 14), 20) if FULL else ((23, 40), 14)
+PROMPTS, TOKENS = ((23, 9, 40), 20) if FULL else ((23, 40), 14)
 BLOCKS = 200
 
 

@@ -225,15 +225,12 @@ def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
             torch.testing.assert_close(found, rounded, rtol=0, atol=0)
 
 
+CHEAP = ["knorm(keep=0.25)", "keydiff(keep=0.5)", "tova(keep=0.25)", "streaming_llm(keep=0.5)"]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        # A window's attention takes most of the time: of all its queries once.
-        *("adakv(snapkv, keep=0.25)", "snapkv(window=8, keep=0.25)", "chunkkv(snapkv(window=8), keep=0.25)"),
-        *("knorm(keep=0.25)", "keydiff(keep=0.5)", "tova(keep=0.25)", "streaming_llm(keep=0.5)"),
-    ],
-)
+# A window's attention takes most of the time: of all its queries once.
+@pytest.mark.parametrize("recipe", ["adakv(snapkv, keep=0.25)", "chunkkv(snapkv(window=8), keep=0.25)", *CHEAP])
 def test_a_prompt_of_131072_tokens(recipe: str) -> None:
     """A layer of an 8B model, whose keys and values of it weigh 512 MiB: no more than 160 of 256 MiB besides.
 

@@ -289,14 +289,21 @@ def test_new_entries_are_scored_in_one_launch(
     check_same_codes(held(posing.columns["code"]), group.columns["code"], 0.9)
 
 
-def decoded(recipe: str, caches: Tensor, gpu: Gpu | None) -> tuple[LayerGroup, list[tuple[int, int, int]]]:
-    """A step of prompts and some of one token; launches, waits and events between steps."""
+DECODED = [FIRST, *([(prompt, prompt + n, prompt + n + 1) for prompt, _, _ in FIRST] for n in range(8))]
+"""A step of prompts and some of one token."""
+
+
+def decoded(
+    recipe: str, caches: Tensor, gpu: Gpu | None, steps: list[list[tuple[int, int, int]]], shared: bool = False
+) -> tuple[LayerGroup, list[tuple[int, int, int]]]:
+    """What these steps leave, and launches, waits and events after each; all but the last request may share a page."""
     put, counted = plain if gpu is None else Posing, []
     group, queue = group_of(recipe, caches, put)
-    for token in range(9):
-        step = FIRST if token == 0 else [(prompt, prompt + token - 1, prompt + token) for prompt, _, _ in FIRST]
+    for number, step in enumerate(steps):
         batch = batch_of(step, posing=gpu is not None)
-        draw, tokens = torch.Generator().manual_seed(token), len(batch.slot_mapping)
+        table = batch.block_table if gpu is None else held(batch.block_table)
+        table[1:-1, 0] = table[0, 0] if shared else table[1:-1, 0]
+        draw, tokens = torch.Generator().manual_seed(number), len(batch.slot_mapping)
         # Of all layers the same, so that 2 of them say what 8 do.
         queries = torch.randn(tokens, HEADS, DIM, generator=draw).expand(len(caches), -1, -1, -1).contiguous()
         plan = queue.plan(group, batch)
@@ -315,10 +322,10 @@ def decoded(recipe: str, caches: Tensor, gpu: Gpu | None) -> tuple[LayerGroup, l
     [
         *[("knorm(keep=10, every=7)", 120), ("keydiff(keep=10, every=7)", 130)],
         *[("adakv(knorm, keep=10, every=7)", 330), ("pool(knorm, keep=10, every=7)", 350)],
-        *[("composite(knorm, keep=10, every=7)", 390), ("snapkv(window=5, keep=10, every=7)", 200)],
-        ("ams(tova, window=6, recent=4, sinks=1, min_segment=2, max_segment=4, keep=10, every=7)", 500),
-        ("expected_attention(buffer=7, future=4, skip=1, prefill=False, keep=10, every=7)", 300),
-        ("adakv(snapkv(window=5), keep=10, every=7)", 400),
+        *[("composite(knorm, keep=10, every=7)", 390), ("snapkv(window=5, keep=10, every=7)", 150)],
+        ("ams(tova, window=6, recent=4, sinks=1, min_segment=2, max_segment=4, keep=10, every=7)", 390),
+        ("expected_attention(buffer=7, future=4, skip=1, prefill=False, keep=10, every=7)", 270),
+        ("adakv(snapkv(window=5), keep=10, every=7)", 370),
     ],
 )
 def test_steps_launch_the_same_for_any_number_of_layers(recipe: str, most: int, triton_interpreted: None) -> None:
@@ -330,12 +337,12 @@ def test_steps_launch_the_same_for_any_number_of_layers(recipe: str, most: int, 
     for number in (2, 8):
         there = random_caches(number, seed=number)
         right = there.clone()
-        group, _ = decoded(recipe, right, None)
+        group, _ = decoded(recipe, right, None, DECODED)
         sums = group.planner.recording.sums
         with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
             for name in ("_paged_lse", "_add_in_pages") if number > 2 else ():
                 patch.setattr(getattr(paged_window, name), "_kernel", Noted())
-            posing, steps = decoded(recipe, there, gpu)
+            posing, steps = decoded(recipe, there, gpu, DECODED)
         counted.append(steps)
         for feature in sums if number == 2 else ():
             column = group.columns[feature.column]
@@ -351,25 +358,15 @@ def test_steps_launch_the_same_for_any_number_of_layers(recipe: str, most: int, 
 @pytest.mark.full
 def test_requests_that_share_pages_are_added_up_in_the_same_launches(triton_interpreted: None) -> None:
     """Three as five, of which the last shares none; sums are those that a CPU adds up."""
-    counted = []
+    recipe, counted = "snapkv(window=5, keep=10, every=7, prefill=False)", []
     for rows in (3, 5):
-        there = random_caches(2, rows)
-        queries = torch.randn(2, rows, HEADS, DIM, generator=torch.Generator().manual_seed(1))
-        sums: list[list[Tensor]] = []
-        for posing in (False, True):
-            with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
-                put: Put = Posing if posing else plain
-                group, queue = group_of("snapkv(window=5, keep=10, every=7, prefill=False)", there, put)
-                for token in range(6):  # the window opens with the third, and then four wait
-                    batch = batch_of([(12, 12 + token, 13 + token)] * rows, posing=posing)
-                    table = held(batch.block_table) if posing else batch.block_table
-                    table[1:-1, 0] = table[0, 0]
-                    group.record(range(2), queue.plan(group, batch), put(queries))
-                    gpu.reset()
-                    queue.run()
-                own, columns = group.columns._private.values(), [group.columns["received of 5"]]
-                assert len(own) == rows - 2
-                sums.append([held(each) if posing else each for each in (*columns, *own)])
-                counted.append((gpu.launches.total(), gpu.waits.total()))
-        torch.testing.assert_close(*sums)
-    assert counted[1] == counted[3] and counted[1][1] == 0 < counted[1][0]
+        # The window opens with the third step, and then four queries wait.
+        there, steps = random_caches(2, rows), [[(12, 12 + n, 13 + n)] * rows for n in range(6)]
+        right, _ = decoded(recipe, there, None, steps, shared=True)
+        with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
+            made, launches = decoded(recipe, there, gpu, steps, shared=True)
+        both = [[group.columns["received of 5"], *group.columns._private.values()] for group in (right, made)]
+        assert len(both[0]) == len(both[1]) == 1 + rows - 2
+        torch.testing.assert_close([held(column) for column in both[1]], both[0])
+        counted.append(launches[-1])
+    assert counted[0] == counted[1] and counted[0][1] == 0 < counted[0][0]
