@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from collections import Counter
@@ -11,12 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import keepset
 from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf import layer_stack
 from keepset.hf.batch import can_go_together, go_together
 from keepset.hf.progress import Event
 from tests.hf.models import GREEDY, allocated
@@ -52,6 +55,8 @@ class Branch:
     prompt: int | None
     told: bool
     events: int = 0
+    given: int = 0
+    """How many of the first tokens a caller has given to `generate`, or has saved with the context."""
     idle: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -113,8 +118,8 @@ class Walk:
             "ask": (1.5, self.ask),
             "misuse": (2, self.misuse),
             "trim": (0.5, self.trim),
-            "together": (0.7, self.together),
-            "reset": (0.2, self.reset),
+            "together": (1, self.together),
+            "reset": (0.4, self.reset),
         }
         names, weights = list(operations), [weight for weight, _ in operations.values()]
         try:
@@ -251,12 +256,15 @@ class Walk:
         branch.rows = [row.without(length) for row in branch.rows]
         branch.ids, branch.valid = branch.ids[:, :length], branch.valid[:, :length]
         branch.ends = [end for end in branch.ends if end < length] + [length]
+        known = branch.cache.progress.known
+        branch.given = min(branch.given, length) if known is not None else 0
         self._check(branch)
         return None
 
     def fork(self, branch: Branch) -> None:
         """A copy, which goes on as a branch of its own."""
-        twin = replace(branch, cache=branch.cache.fork(), rows=list(branch.rows), ends=list(branch.ends))
+        cache = branch.cache.fork() if self.draw.random() < 0.7 else copy.deepcopy(branch.cache)
+        twin = replace(branch, cache=cache, rows=list(branch.rows), ends=list(branch.ends))
         if where := difference(state(branch.cache), state(twin.cache)):
             raise WalkError(f"a fork differs: {where}")
         self._check(twin)
@@ -298,10 +306,12 @@ class Walk:
                 if path.exists():
                     raise WalkError("a save that was refused has left a file")
                 return
-            if not self._attempt("save", branch, lambda: branch.cache.save(path), ""):
-                return
+            known = len(branch.rows) == 1 and branch.cache.progress.valid is None and self.draw.random() < 0.5
+            branch.cache.save(path, token_ids=branch.ids[0].tolist() if known else None)
             loaded = keepset.Cache.load(path, self.model)
         loaded.history = self.plan.history
+        if str(loaded.recipe) != str(self.recipe):
+            raise WalkError(f"it was loaded with the recipe {loaded.recipe}")
         if where := difference(saved_state(branch.cache), saved_state(loaded)):
             raise WalkError(f"what is loaded differs: {where}")
         if allocated(loaded) != loaded.nbytes:
@@ -309,10 +319,10 @@ class Walk:
                 f"{loaded.nbytes} bytes are reported of what was loaded, and {allocated(loaded)} are allocated"
             )
         twin = replace(branch, cache=loaded, rows=list(branch.rows), ends=list(branch.ends), idle={})
-        twin.events = len(loaded.events)
+        twin.events, twin.given = len(loaded.events), branch.columns if known else 0
         self._check(twin)
         if self.draw.random() < 0.5:
-            branch.cache, branch.events = loaded, twin.events
+            branch.cache, branch.events, branch.given = loaded, twin.events, twin.given
         else:
             self._join(twin)
 
@@ -320,7 +330,7 @@ class Walk:
         """Begins anew."""
         branch.cache.reset()
         fresh = self._empty(branch.cache)
-        for name in ("rows", "ids", "valid", "ends", "prompt", "told", "events"):
+        for name in ("rows", "ids", "valid", "ends", "prompt", "told", "events", "given"):
             setattr(branch, name, getattr(fresh, name))
         left = sum(layer.nbytes for layer in branch.cache.managed_layers.values())
         if left or branch.cache.events or branch.cache.get_seq_length():
@@ -331,6 +341,9 @@ class Walk:
         """Gives free places back."""
         branch.cache.trim()
         if branch.columns:
+            stores = [layer.store for layer in branch.cache.managed_layers.values() if layer.store is not None]
+            if any(store.nbytes != store.entries_nbytes for store in stores):
+                raise WalkError("there are free places after a trim")
             self._check(branch)
 
     def together(self, branch: Branch) -> None:
@@ -359,8 +372,10 @@ class Walk:
         if not branch.columns or not self.kept:
             return
         rows, columns = len(branch.rows), branch.columns
-        kind = self.draw.choice(["too many rows", "a short mask", "positions again"])
+        kind = self.draw.choice(["too many rows", "a short mask", "positions again", *["another text"] * 2])
         self._note(kind)
+        if kind == "another text":
+            return self._another_text(branch)
         if self.windowed and kind == "positions again":
             return self._note("is noticed by the first layer without a window, too late for those before it")
         n, rows = 2, rows + (kind == "too many rows")
@@ -373,6 +388,21 @@ class Walk:
         inputs = dict(position_ids=positions, past_key_values=branch.cache, use_cache=True)
         mask = torch.ones(rows, covered, dtype=torch.long)
         return self._refusal(kind, branch, lambda: self.model(ids, attention_mask=mask, **inputs), words)
+
+    def _another_text(self, branch: Branch) -> None:
+        """A text that begins with other tokens than were given before, padding aside."""
+        if not branch.given:
+            self.generate(branch)
+        given = branch.valid[:, : branch.given].nonzero().tolist()
+        if not given:
+            return self._note("nothing is known of it")
+        row, column = self.draw.choice(given)
+        ids = torch.cat([branch.ids, self._ids(len(branch.rows), 2, None)], 1)
+        ids = torch.where(torch.cat([branch.valid, ids[:, -2:] > 0], 1), ids, self.draw.randint(0, 199))
+        ids[row, column] = 3 + (ids[row, column] - 2) % 197
+        mask = torch.cat([branch.valid, ids[:, -2:] > 0], 1).long()
+        inputs = dict(input_ids=ids, attention_mask=mask, past_key_values=branch.cache, max_new_tokens=1)
+        self._refusal("another text", branch, lambda: self.model.generate(**inputs, **GREEDY), "begins with others")
 
     # --- parts of operations
 
@@ -447,6 +477,8 @@ class Walk:
         **options: Any,
     ) -> None:
         output = self.model.generate(**inputs, max_new_tokens=more, **GREEDY, **options)
+        if inputs["input_ids"].shape[1] == inputs["attention_mask"].shape[1]:
+            branch.given = inputs["input_ids"].shape[1]
         said, logits = output.sequences[:, -more:], torch.stack(output.logits, 1)
         n = ids.shape[1]
         chunks = range(0, n, chunk) if "prefill_chunk_size" in options else [0]
@@ -671,28 +703,32 @@ class Walk:
                         raise WalkError(f"layer {index}, request {r}, head {head}: {name} differ by {float(gap.max())}")
 
     def _replay(self, branch: Branch) -> None:
-        """A request of the branch alone, from its first token on without detours, keeps the same."""
+        """A request of the branch alone, from its first token on without detours, keeps the same.
+
+        Layers are chosen from together or one after another; and tokens come in other chunks, as far as no other events
+        follow from that.
+        """
         if not branch.complete or not self.kept or self.plan.half or self.rounds or not branch.cache.events:
             return
         r = self.draw.randrange(len(branch.rows))
         self.trace.append(f"{self.branches.index(branch)}: replay of request {r}")
         ids, valid, prompt = branch.ids[r : r + 1], branch.valid[r : r + 1], branch.prompt or 0
         strip = int(valid[0].long().argmax()) if self.draw.random() < 0.7 else 0
-        ends = sorted({end - strip for end in branch.ends if end > strip})
+        ends = {*branch.ends, *(length for length, _ in branch.rows[r].events)}
+        if self.draw.random() < 0.5:
+            last = branch.columns if self.recipe.schedule.every is None else prompt
+            ends |= {self.draw.randint(1, last) for _ in range(2)}
+        ends = sorted(end - strip for end in ends if end > strip)
         told = ends[0] != prompt - strip or self.draw.random() < 0.5
         cache = self.plan.cache(prompt - strip if told else None)
         cache.history = True
         ids, valid = ids[:, strip:], valid[:, strip:]
         positions = (valid.long().cumsum(-1) - 1).clamp(min=0)
-        for start, end in zip([0, *ends], ends, strict=False):
-            part = slice(start, end)
-            self.model(
-                ids[:, part],
-                attention_mask=valid[:, :end].long(),
-                position_ids=positions[:, part],
-                past_key_values=cache,
-                use_cache=True,
-            )
+        workspace = self.draw.choice([0, layer_stack._WORKSPACE])
+        with patch.multiple(layer_stack, _WORKSPACE=workspace, CACHE_BLOCK=self.draw.choice([1, 1 << 18])):
+            for start, end in zip([0, *ends], ends, strict=False):
+                inputs = dict(attention_mask=valid[:, :end].long(), position_ids=positions[:, start:end])
+                self.model(ids[:, start:end], past_key_values=cache, use_cache=True, **inputs)
         alone = {event.length + strip: event.keep_set for event in cache.events}
         self.counts["replays"] += 1
         for length, kept in branch.rows[r].events:
