@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -428,23 +427,6 @@ def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
     assert same_keep_set(chunked.keep_set, past.keep_set)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv"])
-@torch.no_grad()
-def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
-    recipe = scheduled(name, every=4)
-    model, ids = tiny("llama"), prompt(1, LENGTH + 11)
-    past, naive = keepset.Cache(model, recipe, prompt_length=LENGTH, history=True), Naive(model, recipe)
-    naive.feed(ids[:, :LENGTH])  # They come after the compression, like a forward of their own.
-    expected = naive.feed(ids[:, LENGTH:])
-    logits = model(ids, past_key_values=past).logits[0, LENGTH:]
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=5e-5)
-    check_events(past, naive)
-    assert [event.length for event in past.events] == [LENGTH, LENGTH + 8]
-    torch.testing.assert_close(
-        model(ids[:, :3], past_key_values=past).logits[0], naive.feed(ids[:, :3]), rtol=1e-4, atol=5e-5
-    )
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "recipe", ["random(keep=6, ", "snapkv(window=3, keep=25, ", "adakv(keydiff, keep=6, recent=2, "]
@@ -470,26 +452,6 @@ def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
 
 
 # --- batches
-
-
-@pytest.mark.full
-@pytest.mark.spread
-@by_recipe
-@pytest.mark.parametrize(("every", "padding"), [(1, [0, 5]), (6, [18, 0, 9])], ids=str)
-@with_prefill
-def test_padded_rows_equal_single_rows(name: str, every: int, padding: list[int], prefill: bool) -> None:
-    recipe = scheduled(name, every=every, prefill=prefill)
-    model = tiny("llama")
-    ids, mask = padded_prompt(padding, LENGTH)
-    batch = keepset.Cache(model, recipe, history=True)
-    together = generate(model, ids, batch, mask, max_new_tokens=13).sequences
-    for row, pad in enumerate(padding):
-        single = keepset.Cache(model, recipe, history=True)
-        alone = generate(model, ids[row : row + 1, pad:], single, max_new_tokens=13).sequences
-        assert torch.equal(together[row, pad:], alone[0])
-        assert [event.length for event in batch.events] == [event.length + pad for event in single.events]
-        for ours, theirs in zip(batch.events, single.events, strict=True):
-            assert kept_of(ours.keep_set, row) == kept_of(theirs.keep_set)
 
 
 @pytest.mark.few(2)
@@ -520,50 +482,6 @@ def test_padding_in_later_turns(name: str) -> None:
     assert [event.length for event in past.events] == [LENGTH, 29, 37]
     for row, reference in enumerate(naive):
         assert [kept_of(event.keep_set, row) for event in past.events] == [heads for _, heads in reference.events]
-
-
-@pytest.mark.full
-@pytest.mark.cross
-@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "habit"])
-@pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)
-@torch.no_grad()
-def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, padding: list[int]) -> None:
-    model, recipe = tiny("llama"), scheduled(name, every=4)
-    ids, mask = padded_prompt(padding, LENGTH)
-    past = keepset.Cache(model, recipe, history=True)
-    naive = [Naive(model, recipe) for _ in padding]
-    for row, pad in enumerate(padding):
-        naive[row].feed(ids[row : row + 1, pad:])
-    feed(model, past, ids, mask)
-
-    def go_on(cache: keepset.Cache, references: list[Naive], mask: Tensor, tokens: int, seed: int) -> Tensor:
-        for token in prompt(len(references), tokens, seed).T[..., None]:
-            mask = extended(mask, mask.shape[1] + 1)
-            logits = feed(model, cache, token, mask)
-            for row, reference in enumerate(references):
-                expected = reference.feed(token[row : row + 1])
-                torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=5e-5)
-        return mask
-
-    mask = go_on(past, naive, mask, 6, 1)
-    for cache in (past.fork(), copy.deepcopy(past), past):
-        references = [copy.copy(reference) for reference in naive]
-        for reference in references:
-            reference.layers = copy.deepcopy(reference.layers, {id(m): m for m in model.modules()})
-            reference.events = list(reference.events)
-        assert go_on(cache, references, mask, 7, 2).shape == (2, LENGTH + 13)
-        assert len(cache.events) == 4
-    order = [1, 0, 1]
-    past.reorder_cache(torch.tensor(order))
-    past.batch_select_indices(torch.tensor([0, 1]))
-    past.batch_repeat_interleave(2)
-    rows = [1, 1, 0, 0]
-    turned = []
-    for row in rows:
-        turned.append(copy.copy(references[row]))
-        turned[-1].layers = copy.deepcopy(references[row].layers, {id(m): m for m in model.modules()})
-    go_on(past, turned, extended(mask, LENGTH + 13)[rows], 5, 3)
-    assert past.events[-1].length == LENGTH + 16
 
 
 @pytest.mark.few(2)
