@@ -57,15 +57,6 @@ def test_they_are_those_of_the_full_cache_when_all_is_kept(layout: str, options:
     assert torch.equal(*sequences)
 
 
-@by_recipe
-def test_samples_of_one_prompt_agree_with_the_oracle(recipe: str) -> None:
-    model = tiny("llama")
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    past = keepset.Cache(model, recipe)
-    output = generate(model, ids, past, mask, do_sample=True, num_return_sequences=2, max_new_tokens=6)
-    assert oracle_gap(model, past, output, mask.repeat_interleave(2, 0)) < 5e-5
-
-
 @pytest.mark.cross
 @by_recipe
 @padded_or_not
@@ -126,39 +117,10 @@ def test_drafts_change_nothing(architecture: str, recipe: str, drafts: Any) -> N
     assert grown == assisted.get_seq_length() - LENGTH
 
 
-@by_recipe
-def test_an_assistant_joins_in_the_second_turn(recipe: str) -> None:
-    model = tiny("llama")
-    ids = prompt(1, LENGTH)
-    turn = prompt(1, 8, 1).repeat(1, 2)
-    answers = []
-    for drafting in ({}, dict(prompt_lookup_num_tokens=4)):
-        past = keepset.Cache(model, recipe)
-        said = generate(model, ids, past, max_new_tokens=4).sequences
-        mask = torch.ones(1, said.shape[1] + turn.shape[1])
-        new = torch.cat([said[:, -1:], turn], 1)
-        answers.append(generate(model, new, past, mask, max_new_tokens=8, **drafting).sequences)
-    assert torch.equal(*answers)
-
-
 # --- chunked prefill
 
 
 # --- small and odd calls
-
-
-@pytest.mark.few(4)
-@pytest.mark.cross
-@pytest.mark.parametrize("padding", [[0], [0, 7]], ids=["whole", "padded"])
-@pytest.mark.parametrize("length", [1, 2, 3, 9])
-@pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV, "h2o(keep=12)", MOMENTS, "tova(keep=12)"])
-def test_prompts_of_a_few_tokens(recipe: str, length: int, padding: list[int]) -> None:
-    model, (ids, mask) = tiny("llama"), padded_prompt([min(pad, length - 1) for pad in padding], length)
-    for new in (1, 6):
-        past = keepset.Cache(model, recipe)
-        output = generate(model, ids, past, mask, max_new_tokens=new)
-        assert torch.equal(output.sequences, full(model, ids, mask, max_new_tokens=new).sequences)
-        assert past.get_seq_length() == length + new - 1
 
 
 # --- what keepset leaves alone

@@ -25,42 +25,10 @@ from keepset.core.method import parameter
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.recipe import in_full, in_short
 from tests.hf.damage import File
-from tests.hf.models import (
-    GREEDY,
-    LAYOUTS,
-    extended,
-    feed,
-    full,
-    prompt,
-    refusal,
-    tiny,
-)
+from tests.hf.models import GREEDY, LAYOUTS, extended, feed, full, prompt, refusal, tiny
 from tests.tiers import FULL
 
-pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-RECIPES = {
-    **{name: recipe.format(keep=12) for name, recipe in LAYOUTS.items()},
-    "columns": "h2o(keep=12)",
-    "moments": "expected_attention(future=16, keep=12)",
-    "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12)",
-    "statistics": "qfilter(keep=12)",
-    "chance": "random(keep=12)",
-    "second pass": "second_pass(keep=12)",
-    "all layers at once": "kvcompose(keep=0.5)",
-    "no budget": "gvote(samples=2, future=8)",
-    "no tables": "compilerkv(window=5, elastic=True, keep=12)",
-}
-AGAIN = {
-    "dense": "snapkv(window=5, kernel=3, keep=12, every=4)",
-    "layer-ragged": "pyramid(snapkv(window=4), keep=12, every=3)",
-    "head-ragged": "adakv(snapkv(window=4), keep=12, every=5)",
-    "moments": "expected_attention(future=16, buffer=6, keep=12, every=4)",
-    "later": "tova(keep=8, prefill=False, every=6)",
-    "protected": "snapkv(window=4, keep=20, every=3, protect_prompt=True)",
-    "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12, every=4)",
-    "remembered": "adakv(distilled, keep=14, every=4)",
-    "first compressed after it was loaded": "distilled(keep=14, prefill=False, every=10)",
-}
+RECIPES = {name: recipe.format(keep=12) for name, recipe in LAYOUTS.items()}
 
 
 def context(model: Any, recipe: str, ids: Tensor, mask: Tensor | None = None) -> keepset.Cache:
@@ -92,34 +60,6 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 # --- what goes on from a file
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize(
-    ("name", "recipe", "rows", "length", "said"),
-    [
-        *(("llama", recipe, 2, 20, 7) for recipe in AGAIN.values()),
-        ("gemma3", AGAIN["dense"], 2, 20, 7),  # beside sliding windows that are full
-        # A layer with more entries lets more queries wait, so a file knows of each layer how far it has come.
-        *(
-            pytest.param("llama_mha", AGAIN["layer-ragged"], 1, 18, after, marks=[pytest.mark.full] * (after in (2, 4)))
-            for after in (1, 2, 4, 5)
-        ),
-    ],
-)
-def test_compression_goes_on(tmp_path: Path, name: str, recipe: str, rows: int, length: int, said: int) -> None:
-    model, mask = tiny(name), torch.ones(rows, length, dtype=torch.long)
-    past = context(model, recipe, prompt(rows, length))
-    for turn in range(said):
-        mask = extended(mask, mask.shape[1] + 1)
-        feed(model, past, prompt(rows, 1, turn), mask)
-    loaded, events = again(past, model, tmp_path), len(past.events)
-    for turn in range(14):
-        mask = extended(mask, mask.shape[1] + 1)
-        assert torch.equal(*(feed(model, each, prompt(rows, 1, 20 + turn), mask) for each in (past, loaded)))
-    assert len(past.events) > events
-    assert [event.length for event in loaded.events[-2:]] == [event.length for event in past.events[-2:]]
-    assert same(contents(past), contents(loaded))
 
 
 @pytest.mark.parametrize(
