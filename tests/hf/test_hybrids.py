@@ -45,22 +45,22 @@ def note_layer(module: Any, args: Any, kwargs: Any) -> None:
 
 
 @by_model
-def test_padded_prompts_and_events_while_decoding(architecture: str) -> None:
-    model = tiny(architecture)
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    past = keepset.Cache(model, "snapkv(window=5, kernel=3, keep=99, every=4)")
-    said = generate(model, ids, past, mask, max_new_tokens=12).sequences
-    assert len(past.events) == 3
-    assert torch.equal(said, full(model, ids, mask, max_new_tokens=12).sequences)
-
-
-@by_model
-@torch.no_grad()
-def test_a_second_pass_changes_no_state(architecture: str) -> None:
-    model, ids = tiny(architecture), prompt(2, LENGTH)
-    past = keepset.Cache(model, "reread(keep=1.0)")
-    said = generate(model, ids, past, max_new_tokens=6).sequences
-    assert torch.equal(said, full(model, ids, max_new_tokens=6).sequences)
+@pytest.mark.parametrize(
+    ("recipe", "padding", "new", "beams", "events"),
+    [
+        ("snapkv(window=5, kernel=3, keep=99, every=4)", [0, 7], 12, 1, 3),
+        ("reread(keep=1.0)", [0, 0], 6, 1, 1),
+        ("knorm(keep=1.0)", [0, 0], 5, 2, 1),
+    ],
+    ids=["padding and events", "a second pass changes no state", "beams"],
+)
+def test_its_own_tokens_if_all_stays(
+    architecture: str, recipe: str, padding: list[int], new: int, beams: int, events: int
+) -> None:
+    model, (ids, mask) = tiny(architecture), padded_prompt(padding, LENGTH)
+    past, options = keepset.Cache(model, recipe), dict(max_new_tokens=new, num_beams=beams)
+    said = generate(model, ids, past, mask, **options).sequences
+    assert len(past.events) == events and torch.equal(said, full(model, ids, mask, **options).sequences)
 
 
 @by_model
@@ -76,14 +76,6 @@ def test_several_questions_about_one_text(architecture: str) -> None:
         asked = past.ask(questions)
         options = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
         assert torch.equal(model.generate(**asked, max_new_tokens=5, **options), expected)
-
-
-@by_model
-def test_beams(architecture: str) -> None:
-    model, ids = tiny(architecture), prompt(2, LENGTH)
-    expected = full(model, ids, max_new_tokens=5, num_beams=2).sequences
-    past = keepset.Cache(model, "knorm(keep=1.0)")
-    assert torch.equal(generate(model, ids, past, max_new_tokens=5, num_beams=2).sequences, expected)
 
 
 def test_bytes_of_states_are_counted() -> None:
