@@ -78,14 +78,14 @@ _INDEXER = {
 }
 _BLOCKS = {"index_block_size": 8, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 _STARTS = {"vision_start_token_id": 4, "vision_end_token_id": 5}
+_CAPPED = {"attn_logit_softcapping": 0.7}  # of logits as small as a tiny model's
+_IMAGE_IS_3, _ROTATED_BY_AXES = {"vocabulary_map": {"<image>": 3}}, {"text_config.rope_parameters": _AXES}
+_ON_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("glm46v", "glm4v", "glm_ocr", "glmga", "hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl"),
-        {"text_config.rope_parameters": _AXES},
-    ),
-    **dict.fromkeys(("chameleon", "emu3"), {"vocabulary_map": {"<image>": 3}}),
-    **dict.fromkeys(("gemma2", "vaultgemma"), {"attn_logit_softcapping": 0.7}),  # of logits as small as a tiny model's
+    **dict.fromkeys(_ON_AXES, _ROTATED_BY_AXES),
+    **dict.fromkeys(("chameleon", "emu3"), _IMAGE_IS_3),
+    **dict.fromkeys(("gemma2", "vaultgemma"), _CAPPED),
     **dict.fromkeys(("lfm2", "lfm2_moe"), _MIXED),
     "bamba": {**_FOUR, "mamba_n_heads": 8, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 200},
