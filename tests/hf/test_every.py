@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 import keepset
+from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.features.queries import WindowAttention, WindowSums
@@ -22,6 +23,7 @@ from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.traits import Traits
+from keepset.hf import layer_stack
 from keepset.kernels.softmax import Softmax
 from tests.hf.models import (
     allocated,
@@ -76,7 +78,6 @@ class Naive:
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
-        """Logits of each token."""
         Naive.current = self
         n = ids.shape[1]
         self.prompt = self.prompt or n
@@ -299,33 +300,22 @@ RECIPES = {
         "random_protected": "random(keep=9, recent=2, every=1, protect_prompt=True)",
         "adakv_protected": "adakv(snapkv(window=3), keep=27, every=1, protect_prompt=True)",
         "compilerkv_each_head": "compilerkv(window=4, elastic=False, global_mean=False, keep=10)",
-        "adakv_keydiff": "adakv(keydiff, floor=0.6, keep=9)",
-        "adakv_lagkv": "adakv(lagkv(lag=3, skip=1), keep=9)",
-        "adakv_r_kv": "adakv(r_kv(window=3, kernel=3), keep=9)",
-        "adakv_rpc": "adakv(rpc(window=3, kernel=3), keep=9)",
-        "adakv_chunkkv": "adakv(chunkkv(snapkv(window=3), chunk=3), keep=9)",
         "adakv": "adakv(snapkv(window=4), keep=10)",
         "ams": f"ams(tova, {SEGMENTS}, keep=14, sinks=2, recent=3)",
-        "ams_pyramid": f"ams(pyramid({NEAR}), {SEGMENTS}, keep=12, sinks=1, recent=2)",
         "adakv_ams": f"adakv(ams(snapkv(window=4), {SEGMENTS}), keep=12, sinks=1, recent=4)",
         "pyramid": "pyramid(snapkv(window=4), keep=10)",
-        "adakv_pyramid": "adakv(pyramid(tova), keep=7)",
         "pool": "pool(knorm, keep=9, sinks=1)",
         "no_buffer": "expected_attention(future=8, skip=2, buffer=0, keep=11)",
     }.items()
 }
 RECIPES["habit"] = keepset.Recipe.of(Habit(), keep=9, recent=1)
-COMPOSED = ("adakv_keydiff", "adakv_lagkv", "adakv_r_kv", "adakv_rpc", "adakv_chunkkv", "ams_pyramid", "adakv_pyramid")
-"""Whose parts others are, in layouts that others have."""
 
 
 def scheduled(name: str, every: int, prefill: bool = True) -> keepset.Recipe:
     return replace(RECIPES[name], schedule=keepset.Schedule(prefill, every))
 
 
-by_recipe = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in COMPOSED)) for name in RECIPES]
-)
+by_recipe = pytest.mark.parametrize("name", RECIPES)
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "no prefill"])
 
@@ -372,29 +362,23 @@ def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, 
     assert not torch.equal(said, full(tiny("llama"), prompt(1, LENGTH), max_new_tokens=new).sequences)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(6)
 @pytest.mark.cross
 @pytest.mark.parametrize(
-    ("architecture", "name"),
+    ("architecture", "name", "length"),
     [
-        ("llama_mqa", "adakv"),
-        *((name, "expected_attention") for name in ("llama_yarn", "qwen3", "smollm3", "ministral3", "phi", "cohere")),
-        *(("gemma3", name) for name in ("snapkv", "pool")),
-        ("phi3_partial", "pyramid"),
-        ("gpt2", "tova"),
+        ("llama_mqa", "adakv", LENGTH),
+        *((name, "expected_attention", LENGTH) for name in ("llama_yarn", "qwen3", "ministral3", "phi", "cohere")),
+        *(("gemma3", name, LENGTH) for name in ("snapkv", "pool")),
+        ("phi3_partial", "pyramid", LENGTH),
+        ("gpt2", "tova", LENGTH),
+        # Prompts shorter than what is looked at.
+        *(("smollm3", name, length) for name in ("snapkv", "expected_attention", "habit") for length in (1, 2, 4)),
     ],
 )
 @with_prefill
-def test_other_architectures(architecture: str, name: str, prefill: bool) -> None:
-    follow(scheduled(name, every=5, prefill=prefill), 14, tiny(architecture))
-
-
-@pytest.mark.few(2)
-@pytest.mark.cross
-@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "habit"])
-@pytest.mark.parametrize("length", [1, 2, 4])
-def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
-    follow(scheduled(name, every=3), 20, tiny("smollm3"), length)
+def test_other_architectures_and_short_prompts(architecture: str, name: str, length: int, prefill: bool) -> None:
+    follow(scheduled(name, every=5, prefill=prefill), 14, tiny(architecture), length)
 
 
 @pytest.mark.few(2)
@@ -491,6 +475,49 @@ def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[i
         assert same_keep_set(ours.keep_set, theirs.keep_set)
     with refusal("after the compression can be taken back"):
         turning.crop(LENGTH + 15)
+
+
+STACKED = [
+    "distilled(OPTIONS)",
+    "adakv(distilled, OPTIONS)",
+    "pool(distilled, OPTIONS)",
+    "quantized(pool(knorm), OPTIONS)",
+]
+"""Networks see one layer after another. Random walks meet the other methods."""
+
+
+@pytest.mark.few(2)
+@pytest.mark.cross
+@pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=str)
+@pytest.mark.parametrize("method", STACKED)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # the latter has windows between its full layers
+def test_layers_together_keep_what_each_keeps_alone(
+    name: str, method: str, padding: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = method.replace("OPTIONS", f"keep=14, every=8, prefill={name == 'llama'}")
+    chooser, shown = type(keepset.Recipe.parse(text).method), list[Sequence[int]]()
+    select_all, (ids, mask) = chooser.select_all, padded_prompt(padding, 19)
+
+    def select(self: keepset.Method, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
+        shown.extend(each.layer_ids for each in observations)
+        return select_all(self, observations, budget)
+
+    monkeypatch.setattr(chooser, "select_all", select)
+    runs = []
+    for limit in ("", "CACHE_BLOCK", "_WORKSPACE"):
+        if limit:
+            monkeypatch.setattr(layer_stack, limit, limit == "CACHE_BLOCK")
+        past = keepset.Cache(tiny(name), text, history=True)
+        said = generate(tiny(name), ids, past, mask, max_new_tokens=18)
+        runs.append((torch.stack(said.logits), past))
+        assert max(map(len, shown)) == (1 if limit == "_WORKSPACE" else len(past.compressed_layers))
+        shown.clear()
+    (together, past), *others = runs
+    for logits, other in others:
+        assert torch.equal(together, logits) and past.nbytes == other.nbytes
+        assert len(past.events) == len(other.events) > 1
+        for a, b in zip(past.events, other.events, strict=True):
+            assert same_keep_set(a.keep_set, b.keep_set) and a.entries == b.entries
 
 
 # --- costs

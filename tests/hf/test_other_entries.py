@@ -45,7 +45,6 @@ by_sharing, by_latents = pytest.mark.parametrize("kind", READERS), pytest.mark.p
 
 @cache
 def shared(kind: str) -> Any:
-    """A tiny model."""
     if kind == "gemma3n_text":
         return build(kind)
     full, sliding = "full_attention", "sliding_attention"

@@ -96,7 +96,6 @@ def test_sums_are_those_that_the_windows_queries_give(
 
 
 def shaped(query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> Any:
-    """One layer of this shape."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=4 * query_heads, intermediate_size=16, num_hidden_layers=1, max_position_embeddings=4096)
     heads = dict(num_attention_heads=query_heads, num_key_value_heads=kv_heads, head_dim=size)

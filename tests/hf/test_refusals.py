@@ -255,25 +255,6 @@ def test_a_refused_change_changes_nothing(name: str, change: Callable[[keepset.C
     assert torch.equal(following(model, cache), expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "falcon_h1"])
-@torch.no_grad()
-def test_rows_are_chosen_alike_in_every_way(name: str) -> None:
-    model, cache = tiny(name), keepset.Cache(tiny(name), "snapkv(window=4, kernel=3, keep=12)")
-    generate(model, prompt(3, LENGTH), cache, max_new_tokens=4)
-    changes: list[tuple[Callable[[keepset.Cache], None], list[int]]] = [
-        (lambda past: past.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-        (lambda past: past.batch_select_indices(torch.tensor([-1, 1])), [2, 1]),
-        (lambda past: past.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-        (lambda past: past.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    ]
-    ids, expected = prompt(3, 4, 3), following(model, cache)
-    for change, rows in changes:
-        past = cache.fork()
-        change(past)
-        logits = model(ids[rows], past_key_values=past, use_cache=True).logits
-        assert torch.allclose(logits, expected[rows], atol=1e-5)
-
-
 @torch.no_grad()
 def test_a_window_that_recorded_its_past_is_taken_back_as_far_as_it_did() -> None:
     model, ids = tiny("gemma3"), prompt(1, 52)

@@ -148,7 +148,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def rewritten(path: Path, sealed: bool = False, **changes: Any) -> None:
-    """Change metadata, with or without their digest."""
     file = File.of(path.read_bytes())
     path.write_bytes(replace(file, metadata={**file.metadata, **changes}, sealed=sealed).content)
 
@@ -161,8 +160,15 @@ def test_what_a_file_says_of_itself(path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["context"]
 
 
+CHANGES = [
+    ("progress", {}),
+    ("progress", None),
+    ("layers", 9),
+    ("layers", "4"),
+    ("fingerprint", "x"),
+    ("recipe", "knorm"),
+]
 FOREIGN = safetensors.torch.save({"weight": torch.zeros(3)})
-DAMAGED = "is damaged: build it again"
 
 
 @pytest.mark.parametrize(
@@ -171,31 +177,18 @@ DAMAGED = "is damaged: build it again"
         *((content, "is damaged or no saved context: give a file that") for content in (b"", b"words", b"\xff" * 100)),
         (FOREIGN, "is no saved context: give a file that"),
         (None, "There is no file"),
+        *(({"format": version}, f"has format {version} of saved contexts, and this") for version in (7, 9)),
+        *(({name: value}, "is damaged: build it again") for name, value in CHANGES),
     ],
-    ids=["empty", "words", "noise", "foreign", "absent"],
 )
-def test_no_context(path: Path, content: bytes | None, words: str) -> None:
+def test_no_context(path: Path, content: bytes | dict[str, Any] | None, words: str) -> None:
     if content is None:
         refused(path.parent, "is a folder: give a file that", tiny("llama"))
         path.unlink()
-    else:
+    elif isinstance(content, bytes):
         path.write_bytes(content)
-    refused(path, words, tiny("llama"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        *(
-            ({"format": version}, f"has format {version} of saved contexts, and this keepset reads")
-            for version in (7, 9)
-        ),
-        *(({name: value}, DAMAGED) for name, value in (("progress", {}), ("progress", None), ("layers", 9))),
-        *(({name: value}, DAMAGED) for name, value in (("layers", "4"), ("fingerprint", "x"), ("recipe", "knorm"))),
-    ],
-)
-def test_metadata_that_was_changed(path: Path, changes: dict[str, Any], words: str) -> None:
-    rewritten(path, **changes)
+    else:
+        rewritten(path, **content)
     refused(path, words, tiny("llama"))
 
 

@@ -1,4 +1,4 @@
-"""`EntryStore` against lists of entries, in whole numbers of bits and in few, whatever happens to it and to its forks."""
+"""`EntryStore` against lists of entries, in 32 bits and in few, whatever happens to it and to its forks."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ Heads = list[list[Entry]]
 
 @dataclass
 class Pair:
-    """A store and what it should hold."""
-
     store: EntryStore
     heads: Heads
 
@@ -115,7 +113,6 @@ class Walk:
         pair.heads = [list(head) for request in heads for head in request]
 
     def crop(self, pair: Pair) -> None:
-        """The newest entries are taken back."""
         requests = [pair.heads[first : first + self.kv_heads] for first in range(0, len(pair.heads), self.kv_heads)]
         removed = [self.draw.randint(0, min(map(len, request))) for request in requests]
         if self.draw.random() < 0.5:
@@ -213,7 +210,7 @@ class Walk:
         assert [h for run in packed.runs for h in range(run.first, run.first + run.heads)] == [
             *range(len(store.counts))
         ]
-        for run, i in ((run, i) for run in packed.runs for i in range(run.heads)):
+        for run, i in ((each, i) for each in packed.runs for i in range(each.heads)):
             batch, head = divmod(run.first + i, store.kv_heads)
             held = slice(store.counts[run.first + i])
             looked_at = [run.view(column)[i] for column in (packed.keys, packed.values, packed.positions)]

@@ -69,13 +69,8 @@ _THREE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [3, 3, 2]}
 _AXES = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
 _FOUR = {"num_hidden_layers": 4}
 _MIXED = {**_FOUR, "layer_types": ["conv", "full_attention"] * 2}
-_INDEXER = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 16,
-    "indexer_compress_ratio": 4,
-}
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
+_INDEXER["indexer_compress_ratio"] = 4
 _BLOCKS = {"index_block_size": 8, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
 _STARTS = {"vision_start_token_id": 4, "vision_end_token_id": 5}
 _CAPPED = {"attn_logit_softcapping": 0.7}  # of logits as small as a tiny model's

@@ -49,11 +49,9 @@ class Plan:
 
     @property
     def model(self) -> Any:
-        """The model under test."""
         return half_model(self.architecture) if self.half else tiny(self.architecture)
 
     def cache(self, prompt_length: int | None) -> keepset.Cache:
-        """A new cache."""
         task = torch.tensor([self.task]) if self.task else None
         return keepset.Cache(
             self.model, self.recipe, task_tokens=task, prompt_length=prompt_length, history=self.history
