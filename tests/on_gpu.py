@@ -23,7 +23,7 @@ pretends = pytest.mark.skipif(GPU, reason="pretends that tensors lie on a GPU")
 _HERE = str(Path(__file__).parent)
 _KERNELS = [f"test_{name}.py" for name in ("attention", "columns", "large", "paged")]
 _KERNELS += [f"test_{name}.py" for name in ("page_format", "page_layout", "predictor", "second_pass", "window")]
-_RUNTIME = [f"test_{name}.py" for name in ("exactness", "every", "batch", "latents", "gpu_waits", "saved")]
+_RUNTIME = [f"test_{name}.py" for name in ("exactness", "every", "batch", "other_entries", "gpu_waits", "saved")]
 _FILES = {
     "kernels": _KERNELS,
     "hf": _RUNTIME,

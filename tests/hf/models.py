@@ -32,18 +32,8 @@ from tests.on_gpu import GPU
 
 torch.set_num_threads(1)
 
-_COMMON = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=200,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+_COMMON = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+_COMMON |= dict(vocab_size=200, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 _HYBRID = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=24)
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, rope_theta=1e4)
 _SCALED = dict(

@@ -33,7 +33,6 @@ Layout = Sequence[int | None]
 
 @cache
 def seeing(kind: str) -> Any:
-    """A tiny random model that looks at images."""
     config = configuration(kind)
     if kind == "gemma3":
         config.mm_tokens_per_image = KINDS[kind]
@@ -44,7 +43,6 @@ def seeing(kind: str) -> Any:
 
 
 def places(kind: str, layout: Layout) -> list[int]:
-    """The positions of image tokens."""
     own: list[int] = []
     at = 0
     for part in layout:

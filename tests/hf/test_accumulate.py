@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import keepset
 from keepset.core.feature import Needs
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.core.features.moments import HiddenMoments, QueryMoments
-from keepset.core.features.runtime_features import RecentQueries
+from keepset.core.features.runtime_features import OutputProjection, RecentQueries
 from keepset.core.observation import Observation
+from keepset.hf.model_support import output_projection
 from keepset.hf.prompt_session import Recorder
 from tests.hf.looking import looking, shown
-from tests.hf.models import PLAIN, generate, hidden_states, padded_prompt, prompt, rotated, tiny
+from tests.hf.models import ARCHITECTURES, PLAIN, generate, hidden_states, padded_prompt, prompt, rotated, tiny
 from tests.methods.naive import MAX, SUM
 
 LENGTH, WINDOW, FUTURE = 36, 8, 5
@@ -33,7 +34,6 @@ EVERYTHING = looking(RecentQueries(WINDOW), SUM, MAX, *MOMENTS, *map(PromptQuery
 
 
 def observed(architecture: str, padding: list[int], chunk: int | None = None) -> dict[int, Observation]:
-    """Return what every layer showed of this batch."""
     model = tiny(architecture)
     ids, mask = padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, EVERYTHING, prompt_length=LENGTH if chunk else None)
@@ -70,11 +70,9 @@ class Naive:
         return queries.transpose(0, 1)
 
     def rotated(self, queries: Tensor, position: int) -> Tensor:
-        """All queries at one position."""
         return rotated(self.module, self.rotary, queries, position)
 
     def ahead(self, queries: Tensor) -> Tensor:
-        """Mean over the positions that follow the request."""
         n = self.queries.shape[1]
         return torch.stack([self.rotated(queries, at) for at in range(n, n + FUTURE)]).mean(0)
 
@@ -224,3 +222,62 @@ def test_only_what_is_needed_is_collected() -> None:
     with shown() as seen:
         generate(model, prompt(1, LENGTH), keepset.Cache(model, looking(RecentQueries(2))), max_new_tokens=1)
     assert seen[0].queries.shape[2] == 2 and not seen[0].features
+
+
+# --- the output projection, against what the module makes of values with a single one in them
+
+
+def attention_modules(model: Any) -> list[tuple[nn.Module, nn.Module]]:
+    """Attention modules that have one, with their output projection."""
+    names = ("o_proj", "out_proj", "dense", "c_proj")
+    return [
+        (module, getattr(module, name))
+        for module in model.modules()
+        if hasattr(module, "layer_idx")
+        for name in names
+        if hasattr(module, name) and hasattr(module, "is_causal")
+    ]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_one_hot_values_give_the_projections_rows(architecture: str) -> None:
+    model = tiny(architecture)
+    config = model.config
+    heads = config.num_attention_heads
+    found = attention_modules(model)
+    assert len(found) == config.num_hidden_layers // (2 if architecture == "lfm2" else 1)
+    for module, projection in found:
+        size = getattr(module, "head_dim", None) or config.hidden_size // heads
+        weights = output_projection(module, heads, size)
+        assert weights.untyped_storage().data_ptr() == projection.weight.untyped_storage().data_ptr()
+        assert not weights.requires_grad
+        with torch.no_grad():
+            rows = projection(torch.eye(heads * size)) - projection(torch.zeros(1, heads * size))
+        torch.testing.assert_close(weights.flatten(0, 1), rows, rtol=1e-5, atol=1e-5)
+
+
+def test_a_module_without_one_is_refused() -> None:
+    module = nn.Module()
+    module.o_proj = nn.Linear(8, 8)
+    for heads, size in ((4, 2), (2, 4)):
+        assert output_projection(module, heads, size).shape == (heads, size, 8)
+    with pytest.raises(keepset.KeepsetError, match="could not find the output projection of Module"):
+        output_projection(module, 4, 3)
+    module.o_proj.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(keepset.KeepsetError, match="unquantized"):
+        output_projection(module, 4, 2)
+
+
+@pytest.mark.parametrize("text", ["criticalkv(snapkv(window=4), keep=12)", "criticalkv(knorm, keep=12, every=5)"])
+def test_an_event_sees_the_layers_own_weights(text: str) -> None:
+    model = tiny("llama")
+    seen: dict[int, torch.Tensor] = {}
+
+    def observer(observation: Any, budget: Any, keep_set: Any) -> None:
+        seen[observation.layer] = observation[OutputProjection()]
+
+    cache = keepset.Cache(model, text, observer=observer)
+    generate(model, prompt(1, 30), cache, max_new_tokens=8)
+    for index, layer in enumerate(model.model.layers):
+        assert torch.equal(seen[index].flatten(0, 1), layer.self_attn.o_proj.weight.t())
+    assert all(seen[0] is not other for other in list(seen.values())[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,16 +38,9 @@ RECIPES = {
     "across_layers": "kvcompose(keep=0.4)",
     "pool": "pool(knorm, keep=8, every=3)",
 }
-BY_LAYOUT = ["full", "snapkv", "adakv", "pyramid", "ams"]
-"""One of each layout, and of those that remember something."""
-PLAIN = ["prompt_only", "random", "h2o", "across_layers"]
-"""Of layouts that others have, and whose events look at nothing that was collected while decoding."""
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.full if name in PLAIN else []) for name in RECIPES if name not in BY_LAYOUT
-]
 LENGTHS = [21, 1, 9, 30, 8, 16]
 """Of prompts: one of a single token, and of as many as some recipes keep; some reach an event at the same step."""
-MODELS = ["llama", "llama_mqa", "llama_odd_head", "qwen3", "gpt2", "bfloat16"]
+MODELS = ["llama", "bfloat16", "llama_mqa", "llama_odd_head", "qwen3", "gpt2"]
 
 
 @functools.cache
@@ -83,76 +77,47 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.few(4)
-@pytest.mark.spread
-@pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("name", BY_LAYOUT)
-def test_rows_of_any_lengths_go_on_as_each_would_alone(name: str, architecture: str) -> None:
-    check_rows(name, architecture)
-
-
 @pytest.mark.few(2)
-@pytest.mark.spread
-@pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("name", OTHERS)
-def test_rows_of_other_recipes_too(name: str, architecture: str) -> None:
-    check_rows(name, architecture)
-
-
-@torch.no_grad()
-def check_rows(name: str, architecture: str) -> None:
-    model, recipe = model_of(architecture), RECIPES[name]
-    half = architecture == "bfloat16"
-    if architecture == "gpt2" and name in ("expected_attention", "gvote"):
-        pytest.skip("learned positions have no rotation")
-    alone, caches = ([begun(model, recipe, length) for length in LENGTHS[:4]] for _ in range(2))
-    spread = 0.0
-    for at in range(10):
-        if at == 3:  # one leaves, and two join
-            del alone[2], caches[2]
-            for length in LENGTHS[4:]:
-                alone.append(begun(model, recipe, length))
-                caches.append(begun(model, recipe, length))
-        tokens = prompt(len(caches), 3 if at == 7 else 1, seed=at)
-        together, errors = go_together(model, caches, tokens)
-        assert errors == {}
-        for row, (ours, theirs) in enumerate(zip(caches, alone, strict=True)):
-            expected = said(model, theirs, tokens[row : row + 1])[0]
-            if half:  # what stays may differ where two entries are as good
-                assert ours.get_seq_length() == theirs.get_seq_length()
-                assert [event.length for event in ours.events] == [event.length for event in theirs.events]
-                if at < 3:
-                    torch.testing.assert_close(together[row].float(), expected, rtol=0.0, atol=0.15)
-            else:
-                torch.testing.assert_close(together[row], expected, rtol=0.0, atol=2e-4)
-                same(ours, theirs)
-        spread = max(spread, float((together[0] - together[-1]).abs().max()))
-    assert spread > 0.1
-
-
 @pytest.mark.parametrize(
-    ("implementation", "names"),
-    [("pytorch", list(RECIPES)), pytest.param("triton", [*BY_LAYOUT, "random"], marks=pytest.mark.full)],
+    ("implementation", "architecture"),
+    [*(("pytorch", name) for name in MODELS), pytest.param("triton", "llama", marks=pytest.mark.full)],
     indirect=["implementation"],
 )
 @torch.no_grad()
-def test_recipes_may_differ_from_row_to_row(
-    implementation: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+def test_rows_of_any_recipes_and_lengths_go_on_as_each_would_alone(
+    implementation: str, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each alone on PyTorch's operators, whichever kernels the batch has."""
-    model, texts = tiny("llama"), [RECIPES[name] for name in names]
-    caches = [begun(model, text, 5 + 2 * i) for i, text in enumerate(texts)]
-    with plainly(monkeypatch):
-        alone = [begun(model, text, 5 + 2 * i) for i, text in enumerate(texts)]
-    for at in range(8 if implementation == "pytorch" else 2):
-        tokens = prompt(len(texts), 1, seed=at)
-        together, errors = go_together(model, caches, tokens)
+    """Each alone on PyTorch's operators, whichever kernels the batch has. Walks have rows of one recipe."""
+    model, half, steps = model_of(architecture), architecture == "bfloat16", 8 if implementation == "pytorch" else 2
+    names = RECIPES if steps == 8 else ["full", "snapkv", "adakv", "pyramid", "ams", "random"]
+    names = [name for name in names if architecture != "gpt2" or name not in ("expected_attention", "gvote")]
+    rows, spread = list(zip(names, itertools.cycle(LENGTHS), strict=False)), 0.0
+
+    def made() -> tuple[keepset.Cache, keepset.Cache]:
+        name, length = rows.pop(0)
+        with plainly(monkeypatch):
+            alone = begun(model, RECIPES[name], length)
+        return begun(model, RECIPES[name], length), alone
+
+    pairs = [made() for _ in range(len(rows) - (steps == 8) * 2)]
+    for at in range(steps):
+        if at == 3:  # one leaves, and two join
+            pairs = [*pairs[:2], *pairs[3:], made(), made()]
+        tokens = prompt(len(pairs), 3 if at == 6 else 1, seed=at)
+        together, errors = go_together(model, [ours for ours, _ in pairs], tokens)
         assert errors == {}
-        for row, (ours, theirs) in enumerate(zip(caches, alone, strict=True)):
+        for row, (ours, alone) in enumerate(pairs):
             with plainly(monkeypatch):
-                expected = said(model, theirs, tokens[row : row + 1])[0]
-            torch.testing.assert_close(together[row], expected, atol=2e-4, rtol=0.0)
-            same(ours, theirs)
+                expected = said(model, alone, tokens[row : row + 1])[0]
+            if half:  # what stays may differ where two entries are as good
+                assert ours.get_seq_length() == alone.get_seq_length()
+                assert [event.length for event in ours.events] == [event.length for event in alone.events]
+            if not half or at < 3:
+                torch.testing.assert_close(together[row].float(), expected, rtol=0.0, atol=0.15 if half else 2e-4)
+            if not half:
+                same(ours, alone)
+        spread = max(spread, float((together[0] - together[-1]).abs().max()))
+    assert spread > 0.1
 
 
 @pytest.mark.full

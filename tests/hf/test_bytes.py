@@ -30,7 +30,6 @@ ENTRY = {
 
 @cache
 def model_of(architecture: str, dtype: torch.dtype) -> Any:
-    """A tiny model's copy in another type."""
     model = tiny(architecture)
     copy = AutoModelForCausalLM.from_config(model.config, dtype=dtype).eval()
     copy.load_state_dict(model.state_dict())
@@ -71,20 +70,12 @@ ONE_BY_ONE, TOGETHER = [text for text in ENTRY if "pool" not in text], [text for
 @pytest.mark.parametrize("text", ONE_BY_ONE)
 @pytest.mark.parametrize("share", [0.25, 0.1, 1.0])
 @pytest.mark.parametrize("length", [40, 1, 3, 97])
-@pytest.mark.parametrize("architecture", ["llama", "llama_odd_head", "llama_mqa"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_odd_head", "llama_mqa", "gemma4"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_every_layer_takes_its_share_and_no_more(
     text: str, share: float, length: int, architecture: str, dtype: torch.dtype
 ) -> None:
-    check_every_layer(text, share, architecture, length, dtype)
-
-
-@pytest.mark.parametrize("text", ["quantized(match(snapkv(window=2)))", "adakv(snapkv(window=2))"])
-def test_heads_of_another_size_than_the_model_says(text: str) -> None:
-    check_every_layer(text, 0.25, "gemma4", 40, torch.bfloat16)
-
-
-def check_every_layer(text: str, share: float, architecture: str, length: int, dtype: torch.dtype) -> None:
+    """Heads of gemma4 are of another size than the model says."""
     cache = compressed(text, share, architecture, length, dtype)
     always = always_of(cache.recipe, length)
     for store, allocated, full in stores_of(cache, text):

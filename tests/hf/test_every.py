@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 
 import keepset
+from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.features.queries import WindowAttention, WindowSums
@@ -23,6 +23,7 @@ from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.traits import Traits
+from keepset.hf import layer_stack
 from keepset.kernels.softmax import Softmax
 from tests.hf.models import (
     allocated,
@@ -77,7 +78,6 @@ class Naive:
 
     @torch.no_grad()
     def feed(self, ids: Tensor) -> Tensor:
-        """Logits of each token."""
         Naive.current = self
         n = ids.shape[1]
         self.prompt = self.prompt or n
@@ -300,35 +300,23 @@ RECIPES = {
         "random_protected": "random(keep=9, recent=2, every=1, protect_prompt=True)",
         "adakv_protected": "adakv(snapkv(window=3), keep=27, every=1, protect_prompt=True)",
         "compilerkv_each_head": "compilerkv(window=4, elastic=False, global_mean=False, keep=10)",
-        "adakv_keydiff": "adakv(keydiff, floor=0.6, keep=9)",
-        "adakv_lagkv": "adakv(lagkv(lag=3, skip=1), keep=9)",
-        "adakv_r_kv": "adakv(r_kv(window=3, kernel=3), keep=9)",
-        "adakv_rpc": "adakv(rpc(window=3, kernel=3), keep=9)",
-        "adakv_chunkkv": "adakv(chunkkv(snapkv(window=3), chunk=3), keep=9)",
         "adakv": "adakv(snapkv(window=4), keep=10)",
         "ams": f"ams(tova, {SEGMENTS}, keep=14, sinks=2, recent=3)",
-        "ams_pyramid": f"ams(pyramid({NEAR}), {SEGMENTS}, keep=12, sinks=1, recent=2)",
         "adakv_ams": f"adakv(ams(snapkv(window=4), {SEGMENTS}), keep=12, sinks=1, recent=4)",
         "pyramid": "pyramid(snapkv(window=4), keep=10)",
-        "adakv_pyramid": "adakv(pyramid(tova), keep=7)",
         "pool": "pool(knorm, keep=9, sinks=1)",
         "no_buffer": "expected_attention(future=8, skip=2, buffer=0, keep=11)",
     }.items()
 }
 RECIPES["habit"] = keepset.Recipe.of(Habit(), keep=9, recent=1)
-COMPOSED = ("adakv_keydiff", "adakv_lagkv", "adakv_r_kv", "adakv_rpc", "adakv_chunkkv", "ams_pyramid", "adakv_pyramid")
-"""Whose parts others are, in layouts that others have."""
 
 
 def scheduled(name: str, every: int, prefill: bool = True) -> keepset.Recipe:
     return replace(RECIPES[name], schedule=keepset.Schedule(prefill, every))
 
 
-by_recipe = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in COMPOSED)) for name in RECIPES]
-)
+by_recipe = pytest.mark.parametrize("name", RECIPES)
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-by_dropping = pytest.mark.parametrize("name", [name for name in RECIPES if "protected" not in name])
 with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "no prefill"])
 
 
@@ -374,29 +362,23 @@ def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, 
     assert not torch.equal(said, full(tiny("llama"), prompt(1, LENGTH), max_new_tokens=new).sequences)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(6)
 @pytest.mark.cross
 @pytest.mark.parametrize(
-    ("architecture", "name"),
+    ("architecture", "name", "length"),
     [
-        ("llama_mqa", "adakv"),
-        *((name, "expected_attention") for name in ("llama_yarn", "qwen3", "smollm3", "ministral3", "phi", "cohere")),
-        *(("gemma3", name) for name in ("snapkv", "pool")),
-        ("phi3_partial", "pyramid"),
-        ("gpt2", "tova"),
+        ("llama_mqa", "adakv", LENGTH),
+        *((name, "expected_attention", LENGTH) for name in ("llama_yarn", "qwen3", "ministral3", "phi", "cohere")),
+        *(("gemma3", name, LENGTH) for name in ("snapkv", "pool")),
+        ("phi3_partial", "pyramid", LENGTH),
+        ("gpt2", "tova", LENGTH),
+        # Prompts shorter than what is looked at.
+        *(("smollm3", name, length) for name in ("snapkv", "expected_attention", "habit") for length in (1, 2, 4)),
     ],
 )
 @with_prefill
-def test_other_architectures(architecture: str, name: str, prefill: bool) -> None:
-    follow(scheduled(name, every=5, prefill=prefill), 14, tiny(architecture))
-
-
-@pytest.mark.few(2)
-@pytest.mark.cross
-@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "habit"])
-@pytest.mark.parametrize("length", [1, 2, 4])
-def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
-    follow(scheduled(name, every=3), 20, tiny("smollm3"), length)
+def test_other_architectures_and_short_prompts(architecture: str, name: str, length: int, prefill: bool) -> None:
+    follow(scheduled(name, every=5, prefill=prefill), 14, tiny(architecture), length)
 
 
 @pytest.mark.few(2)
@@ -428,68 +410,7 @@ def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
     assert same_keep_set(chunked.keep_set, past.keep_set)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv"])
-@torch.no_grad()
-def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
-    recipe = scheduled(name, every=4)
-    model, ids = tiny("llama"), prompt(1, LENGTH + 11)
-    past, naive = keepset.Cache(model, recipe, prompt_length=LENGTH, history=True), Naive(model, recipe)
-    naive.feed(ids[:, :LENGTH])  # They come after the compression, like a forward of their own.
-    expected = naive.feed(ids[:, LENGTH:])
-    logits = model(ids, past_key_values=past).logits[0, LENGTH:]
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=5e-5)
-    check_events(past, naive)
-    assert [event.length for event in past.events] == [LENGTH, LENGTH + 8]
-    torch.testing.assert_close(
-        model(ids[:, :3], past_key_values=past).logits[0], naive.feed(ids[:, :3]), rtol=1e-4, atol=5e-5
-    )
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "recipe", ["random(keep=6, ", "snapkv(window=3, keep=25, ", "adakv(keydiff, keep=6, recent=2, "]
-)
-def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
-    """Each row of a batch has its own prompt, from which follows how much stays; nothing is dropped at its end."""
-    padding, every, parsed = [0, 13], 3, keepset.Recipe.parse(f"{recipe}every=3, protect_prompt=True)")
-    model, (ids, mask) = tiny("llama"), padded_prompt(padding, LENGTH)
-    past = keepset.Cache(model, parsed, history=True)
-    generate(model, ids, past, mask, max_new_tokens=40)
-    assert [event.length for event in past.events] == list(range(LENGTH + every, LENGTH + 40, every))
-    for row, pad in enumerate(padding):
-        assert isinstance(parsed.budget.keep, int)
-        own = LENGTH - pad
-        most = max(parsed.budget.keep, own + parsed.budget.recent)
-        for event in past.events:
-            assert event.keep_set is not None
-            assert event.keep_set.counts[:, row].sum(-1).tolist() == [2 * min(most, event.length - pad)] * 2
-            for positions in [head for heads in kept_of(event.keep_set, row).values() for head in heads]:
-                assert positions[:own] == list(range(own))
-                if newest := parsed.budget.recent:
-                    assert positions[-newest:] == list(range(event.length - pad - newest, event.length - pad))
-
-
 # --- batches
-
-
-@pytest.mark.full
-@pytest.mark.spread
-@by_recipe
-@pytest.mark.parametrize(("every", "padding"), [(1, [0, 5]), (6, [18, 0, 9])], ids=str)
-@with_prefill
-def test_padded_rows_equal_single_rows(name: str, every: int, padding: list[int], prefill: bool) -> None:
-    recipe = scheduled(name, every=every, prefill=prefill)
-    model = tiny("llama")
-    ids, mask = padded_prompt(padding, LENGTH)
-    batch = keepset.Cache(model, recipe, history=True)
-    together = generate(model, ids, batch, mask, max_new_tokens=13).sequences
-    for row, pad in enumerate(padding):
-        single = keepset.Cache(model, recipe, history=True)
-        alone = generate(model, ids[row : row + 1, pad:], single, max_new_tokens=13).sequences
-        assert torch.equal(together[row, pad:], alone[0])
-        assert [event.length for event in batch.events] == [event.length + pad for event in single.events]
-        for ours, theirs in zip(batch.events, single.events, strict=True):
-            assert kept_of(ours.keep_set, row) == kept_of(theirs.keep_set)
 
 
 @pytest.mark.few(2)
@@ -520,50 +441,6 @@ def test_padding_in_later_turns(name: str) -> None:
     assert [event.length for event in past.events] == [LENGTH, 29, 37]
     for row, reference in enumerate(naive):
         assert [kept_of(event.keep_set, row) for event in past.events] == [heads for _, heads in reference.events]
-
-
-@pytest.mark.full
-@pytest.mark.cross
-@pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "habit"])
-@pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)
-@torch.no_grad()
-def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, padding: list[int]) -> None:
-    model, recipe = tiny("llama"), scheduled(name, every=4)
-    ids, mask = padded_prompt(padding, LENGTH)
-    past = keepset.Cache(model, recipe, history=True)
-    naive = [Naive(model, recipe) for _ in padding]
-    for row, pad in enumerate(padding):
-        naive[row].feed(ids[row : row + 1, pad:])
-    feed(model, past, ids, mask)
-
-    def go_on(cache: keepset.Cache, references: list[Naive], mask: Tensor, tokens: int, seed: int) -> Tensor:
-        for token in prompt(len(references), tokens, seed).T[..., None]:
-            mask = extended(mask, mask.shape[1] + 1)
-            logits = feed(model, cache, token, mask)
-            for row, reference in enumerate(references):
-                expected = reference.feed(token[row : row + 1])
-                torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=5e-5)
-        return mask
-
-    mask = go_on(past, naive, mask, 6, 1)
-    for cache in (past.fork(), copy.deepcopy(past), past):
-        references = [copy.copy(reference) for reference in naive]
-        for reference in references:
-            reference.layers = copy.deepcopy(reference.layers, {id(m): m for m in model.modules()})
-            reference.events = list(reference.events)
-        assert go_on(cache, references, mask, 7, 2).shape == (2, LENGTH + 13)
-        assert len(cache.events) == 4
-    order = [1, 0, 1]
-    past.reorder_cache(torch.tensor(order))
-    past.batch_select_indices(torch.tensor([0, 1]))
-    past.batch_repeat_interleave(2)
-    rows = [1, 1, 0, 0]
-    turned = []
-    for row in rows:
-        turned.append(copy.copy(references[row]))
-        turned[-1].layers = copy.deepcopy(references[row].layers, {id(m): m for m in model.modules()})
-    go_on(past, turned, extended(mask, LENGTH + 13)[rows], 5, 3)
-    assert past.events[-1].length == LENGTH + 16
 
 
 @pytest.mark.few(2)
@@ -600,32 +477,50 @@ def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[i
         turning.crop(LENGTH + 15)
 
 
+STACKED = [
+    "distilled(OPTIONS)",
+    "adakv(distilled, OPTIONS)",
+    "pool(distilled, OPTIONS)",
+    "quantized(pool(knorm), OPTIONS)",
+]
+"""Networks see one layer after another. Random walks meet the other methods."""
+
+
+@pytest.mark.few(2)
+@pytest.mark.cross
+@pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=str)
+@pytest.mark.parametrize("method", STACKED)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # the latter has windows between its full layers
+def test_layers_together_keep_what_each_keeps_alone(
+    name: str, method: str, padding: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = method.replace("OPTIONS", f"keep=14, every=8, prefill={name == 'llama'}")
+    chooser, shown = type(keepset.Recipe.parse(text).method), list[Sequence[int]]()
+    select_all, (ids, mask) = chooser.select_all, padded_prompt(padding, 19)
+
+    def select(self: keepset.Method, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
+        shown.extend(each.layer_ids for each in observations)
+        return select_all(self, observations, budget)
+
+    monkeypatch.setattr(chooser, "select_all", select)
+    runs = []
+    for limit in ("", "CACHE_BLOCK", "_WORKSPACE"):
+        if limit:
+            monkeypatch.setattr(layer_stack, limit, limit == "CACHE_BLOCK")
+        past = keepset.Cache(tiny(name), text, history=True)
+        said = generate(tiny(name), ids, past, mask, max_new_tokens=18)
+        runs.append((torch.stack(said.logits), past))
+        assert max(map(len, shown)) == (1 if limit == "_WORKSPACE" else len(past.compressed_layers))
+        shown.clear()
+    (together, past), *others = runs
+    for logits, other in others:
+        assert torch.equal(together, logits) and past.nbytes == other.nbytes
+        assert len(past.events) == len(other.events) > 1
+        for a, b in zip(past.events, other.events, strict=True):
+            assert same_keep_set(a.keep_set, b.keep_set) and a.entries == b.entries
+
+
 # --- costs
-
-
-@pytest.mark.full
-@pytest.mark.spread
-@by_dropping
-@pytest.mark.parametrize("padding", [[0, 0], [0, 5]], ids=str)
-@torch.no_grad()
-def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
-    model = tiny("llama")
-    past = keepset.Cache(model, scheduled(name, every=70))
-    ids, mask = padded_prompt(padding, 100)
-    feed(model, past, ids, mask)
-    extra = 8 if name == "habit" else 4 * ("ams" in name)  # what methods remember
-    for tokens in [13] * 5 + [1] * 8 + [13] * 5 + [1] * 4:  # One by one about an event.
-        mask = extended(mask, mask.shape[1] + tokens)
-        feed(model, past, prompt(2, tokens), mask)
-        assert past.nbytes == allocated(past)
-        if past.events[-1].length == past.get_seq_length():
-            windows = sum(layer.decoding.recorder.nbytes for layer in past.layers)
-            assert past.nbytes - windows == past.keep_set.entries * (past.keep_set.layer(0).entry_bytes + 4 + extra)
-        held = past.get_seq_length() - past.events[-1].length
-        assert past.layers[0].store.nbytes <= (past.keep_set.layer(0).indices.numel() + 4 * (held + 64)) * 140
-    assert [event.length for event in past.events] == [100, 170, 240]
-    assert past.events[1].nbytes_before == past.events[1].entries * 128
-    assert all(event.seconds > 0 for event in past.events)
 
 
 class Made(TorchDispatchMode):
@@ -660,6 +555,7 @@ def test_an_event_copies_what_stays_and_no_more(text: str) -> None:
     columns = [layer.store.packed[name] for layer in past.layers for name in ("keys", "values")]
     large = [storage.nbytes() for storage in made.storages if storage.nbytes() >= columns[0].nbytes]
     assert large == [column.nbytes for column in columns]
+    assert past.events[1].nbytes_before == past.events[1].entries * 128 and past.events[1].seconds > 0
 
 
 @pytest.mark.parametrize(("name", "reach"), [("snapkv", 5), ("expected_attention", 11), ("knorm", 0), ("tova", 1)])

@@ -38,19 +38,6 @@ def test_what_it_drops_is_as_if_masked_and_all_attention_changes_nothing(archite
     assert torch.equal(output.sequences, full(tiny(architecture), ids, mask, max_new_tokens=NEW).sequences)
 
 
-@pytest.mark.few(2)
-@of_models
-def test_padded_rows_equal_rows_alone_in_any_order(architecture: str) -> None:
-    ids, mask = padded_prompt(PADDING, LENGTH)
-    together, output = compressed(architecture, RECIPE, ids, mask)
-    order = [2, 0, 1]
-    turned, _ = compressed(architecture, RECIPE, ids[order], mask[order])
-    for row, pad in enumerate(PADDING):
-        single, alone = compressed(architecture, RECIPE, ids[row : row + 1, pad:])
-        assert torch.equal(output.sequences[row, pad:], alone.sequences[0])
-        assert kept_of(together.keep_set, row) == kept_of(single.keep_set) == kept_of(turned.keep_set, order.index(row))
-
-
 @torch.no_grad()
 def algorithm_1(architecture: str, ids: Tensor) -> dict[int, list[list[int]]]:
     """From the model's own modules, with p_nuc=0.6, 3 samples, 16 future positions and 4 sinks."""

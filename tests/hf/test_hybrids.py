@@ -45,22 +45,22 @@ def note_layer(module: Any, args: Any, kwargs: Any) -> None:
 
 
 @by_model
-def test_padded_prompts_and_events_while_decoding(architecture: str) -> None:
-    model = tiny(architecture)
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    past = keepset.Cache(model, "snapkv(window=5, kernel=3, keep=99, every=4)")
-    said = generate(model, ids, past, mask, max_new_tokens=12).sequences
-    assert len(past.events) == 3
-    assert torch.equal(said, full(model, ids, mask, max_new_tokens=12).sequences)
-
-
-@by_model
-@torch.no_grad()
-def test_a_second_pass_changes_no_state(architecture: str) -> None:
-    model, ids = tiny(architecture), prompt(2, LENGTH)
-    past = keepset.Cache(model, "reread(keep=1.0)")
-    said = generate(model, ids, past, max_new_tokens=6).sequences
-    assert torch.equal(said, full(model, ids, max_new_tokens=6).sequences)
+@pytest.mark.parametrize(
+    ("recipe", "padding", "new", "beams", "events"),
+    [
+        ("snapkv(window=5, kernel=3, keep=99, every=4)", [0, 7], 12, 1, 3),
+        ("reread(keep=1.0)", [0, 0], 6, 1, 1),
+        ("knorm(keep=1.0)", [0, 0], 5, 2, 1),
+    ],
+    ids=["padding and events", "a second pass changes no state", "beams"],
+)
+def test_its_own_tokens_if_all_stays(
+    architecture: str, recipe: str, padding: list[int], new: int, beams: int, events: int
+) -> None:
+    model, (ids, mask) = tiny(architecture), padded_prompt(padding, LENGTH)
+    past, options = keepset.Cache(model, recipe), dict(max_new_tokens=new, num_beams=beams)
+    said = generate(model, ids, past, mask, **options).sequences
+    assert len(past.events) == events and torch.equal(said, full(model, ids, mask, **options).sequences)
 
 
 @by_model
@@ -76,14 +76,6 @@ def test_several_questions_about_one_text(architecture: str) -> None:
         asked = past.ask(questions)
         options = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
         assert torch.equal(model.generate(**asked, max_new_tokens=5, **options), expected)
-
-
-@by_model
-def test_beams(architecture: str) -> None:
-    model, ids = tiny(architecture), prompt(2, LENGTH)
-    expected = full(model, ids, max_new_tokens=5, num_beams=2).sequences
-    past = keepset.Cache(model, "knorm(keep=1.0)")
-    assert torch.equal(generate(model, ids, past, max_new_tokens=5, num_beams=2).sequences, expected)
 
 
 def test_bytes_of_states_are_counted() -> None:
@@ -115,13 +107,15 @@ def test_a_shared_prefill_brings_its_states(architecture: str) -> None:
     assert torch.equal(model(new, past_key_values=shared, use_cache=True).logits, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.cross
-@by_model
+@pytest.mark.parametrize("architecture", ["nemotron_h", *HYBRIDS, "lfm2"])
 @pytest.mark.parametrize("recipe", ["snapkv(window=5, kernel=3, keep=12)", "adakv(knorm, keep=12, every=4)"])
 @torch.no_grad()
 def test_a_saved_context_goes_on_with_its_states(architecture: str, recipe: str, tmp_path: Path) -> None:
-    model, (ids, mask) = tiny(architecture), padded_prompt([0, 7], LENGTH)
+    """Some layers of a cache may hold nothing, as those with experts of nemotron_h."""
+    model = build(architecture) if architecture == "nemotron_h" else tiny(architecture)
+    ids, mask = padded_prompt([0, 7], LENGTH)
     past = keepset.Cache(model, recipe)
     generate(model, ids, past, mask, max_new_tokens=3)  # states of decoded tokens, too
     past.save(tmp_path / "context")
@@ -134,18 +128,6 @@ def test_a_saved_context_goes_on_with_its_states(architecture: str, recipe: str,
         assert torch.equal(model.generate(**each.ask(questions), **options), expected)
     with refusal("cannot take .*tokens"):
         loaded.crop(-1)
-
-
-@torch.no_grad()
-def test_a_model_with_experts_between_its_layers(tmp_path: Path) -> None:
-    """Some layers of its cache hold nothing, some states, some entries."""
-    model, ids = build("nemotron_h"), prompt(1, LENGTH)
-    past = keepset.Cache(model, "knorm(keep=12)")
-    model(ids, past_key_values=past, use_cache=True)
-    past.save(tmp_path / "context")
-    loaded, new = keepset.Cache.load(tmp_path / "context", model), prompt(1, 3, seed=1)
-    expected = model(new, past_key_values=past, use_cache=True).logits
-    assert torch.equal(model(new, past_key_values=loaded, use_cache=True).logits, expected)
 
 
 @torch.no_grad()

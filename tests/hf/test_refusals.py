@@ -17,7 +17,7 @@ import keepset
 from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.features.runtime_features import Perplexity
 from tests.hf.looking import looking
-from tests.hf.models import extended, full, generate, padded_prompt, prompt, refusal, same_keep_set, tiny, untrained
+from tests.hf.models import extended, full, generate, padded_prompt, prompt, refusal, tiny, untrained
 from tests.tiers import TYPECHECK
 
 LENGTH = 30
@@ -253,56 +253,6 @@ def test_a_refused_change_changes_nothing(name: str, change: Callable[[keepset.C
         change(cache, model)
     assert cache.progress.tokens == tokens and cache.get_seq_length() == LENGTH + 3
     assert torch.equal(following(model, cache), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-@torch.no_grad()
-def test_half_a_prompt_is_not_reordered(name: str) -> None:
-    model, cache = tiny(name), keepset.Cache(tiny(name), "h2o(keep=12)", prompt_length=LENGTH)
-    model(prompt(2, 10), past_key_values=cache)
-    expected = following(model, cache)
-    with refusal("before its prompt is complete"):
-        cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(following(model, cache), expected)
-
-
-@pytest.mark.parametrize(("recipe", "looks"), [("snapkv(window=5, keep=8)", True), ("knorm(keep=8)", False)])
-@torch.no_grad()
-def test_tokens_of_an_incomplete_prompt_stay_where_they_were_looked_at(recipe: str, looks: bool) -> None:
-    """Their queries would otherwise count at the prompt's end as if they were still there."""
-    model, ids = tiny("llama"), prompt(1, 20)
-    whole, chunked = keepset.Cache(model, recipe), keepset.Cache(model, recipe, prompt_length=20)
-    model(ids, past_key_values=whole)
-    model(ids[:, :17], past_key_values=chunked)
-    wrong = chunked.fork()
-    model(ids[:, :2], past_key_values=wrong)
-    if looks:
-        with refusal("of an incomplete prompt cannot be taken back"):
-            wrong.crop(-2)
-        wrong = chunked
-    else:
-        wrong.crop(-2)
-    model(ids[:, 17:], past_key_values=wrong)
-    assert same_keep_set(wrong.keep_set, whole.keep_set)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "falcon_h1"])
-@torch.no_grad()
-def test_rows_are_chosen_alike_in_every_way(name: str) -> None:
-    model, cache = tiny(name), keepset.Cache(tiny(name), "snapkv(window=4, kernel=3, keep=12)")
-    generate(model, prompt(3, LENGTH), cache, max_new_tokens=4)
-    changes: list[tuple[Callable[[keepset.Cache], None], list[int]]] = [
-        (lambda past: past.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-        (lambda past: past.batch_select_indices(torch.tensor([-1, 1])), [2, 1]),
-        (lambda past: past.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-        (lambda past: past.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    ]
-    ids, expected = prompt(3, 4, 3), following(model, cache)
-    for change, rows in changes:
-        past = cache.fork()
-        change(past)
-        logits = model(ids[rows], past_key_values=past, use_cache=True).logits
-        assert torch.allclose(logits, expected[rows], atol=1e-5)
 
 
 @torch.no_grad()

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -27,46 +25,10 @@ from keepset.core.method import parameter
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.recipe import in_full, in_short
 from tests.hf.damage import File
-from tests.hf.models import (
-    GREEDY,
-    LAYOUTS,
-    extended,
-    feed,
-    full,
-    generate,
-    left_padded,
-    padded_prompt,
-    prompt,
-    refusal,
-    same_keep_set,
-    tiny,
-)
-from tests.tiers import FULL, examples
+from tests.hf.models import GREEDY, LAYOUTS, extended, feed, full, prompt, refusal, tiny
+from tests.tiers import FULL
 
-pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-RECIPES = {
-    **{name: recipe.format(keep=12) for name, recipe in LAYOUTS.items()},
-    "columns": "h2o(keep=12)",
-    "moments": "expected_attention(future=16, keep=12)",
-    "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12)",
-    "statistics": "qfilter(keep=12)",
-    "chance": "random(keep=12)",
-    "second pass": "second_pass(keep=12)",
-    "all layers at once": "kvcompose(keep=0.5)",
-    "no budget": "gvote(samples=2, future=8)",
-    "no tables": "compilerkv(window=5, elastic=True, keep=12)",
-}
-AGAIN = {
-    "dense": "snapkv(window=5, kernel=3, keep=12, every=4)",
-    "layer-ragged": "pyramid(snapkv(window=4), keep=12, every=3)",
-    "head-ragged": "adakv(snapkv(window=4), keep=12, every=5)",
-    "moments": "expected_attention(future=16, buffer=6, keep=12, every=4)",
-    "later": "tova(keep=8, prefill=False, every=6)",
-    "protected": "snapkv(window=4, keep=20, every=3, protect_prompt=True)",
-    "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12, every=4)",
-    "remembered": "adakv(distilled, keep=14, every=4)",
-    "first compressed after it was loaded": "distilled(keep=14, prefill=False, every=10)",
-}
+RECIPES = {name: recipe.format(keep=12) for name, recipe in LAYOUTS.items()}
 
 
 def context(model: Any, recipe: str, ids: Tensor, mask: Tensor | None = None) -> keepset.Cache:
@@ -97,87 +59,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     )
 
 
-def check_grown(past: keepset.Cache, loaded: keepset.Cache) -> None:
-    """Compare entries to the bit; sums of queries up to rounding, which a store's free places can alter."""
-    for kept, other in zip(past.managed_layers.values(), loaded.managed_layers.values(), strict=True):
-        ours, theirs = kept.store.packed, other.store.packed
-        names = sorted(ours)
-        assert names == sorted(theirs)
-        entries = {"keys", "values", "positions"}
-        assert same(*([columns[name] for name in names if name in entries] for columns in (ours, theirs)))
-        for name in set(names) - entries:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7, equal_nan=True)
-
-
 # --- what goes on from a file
-
-
-@examples(40, derandomize=False, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(["llama", "llama_mqa", "llama_mha", "llama_odd_head", "gemma3", "gpt2"]))
-    recipe = data.draw(st.sampled_from([*RECIPES.values(), *AGAIN.values()]))
-    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(14, 40))
-    if "statistics" in recipe or name == "gpt2":
-        recipe = LAYOUTS["head-ragged"].format(keep=0.5)
-    model = tiny(name)
-    ids, mask = left_padded(
-        prompt(batch, length, 1), data.draw(st.lists(st.integers(0, 6), min_size=batch, max_size=batch))
-    )
-    past = context(model, recipe, ids, mask)
-    for said in data.draw(st.lists(st.integers(1, 5), max_size=3)):  # what is said before it is saved
-        turn, turn_mask = left_padded(
-            prompt(batch, said, said), data.draw(st.lists(st.integers(0, said - 1), min_size=batch, max_size=batch))
-        )
-        mask = torch.cat([mask, turn_mask], 1)
-        feed(model, past, turn, mask)
-    loaded = again(past, model, tmp_path)
-
-    assert str(loaded.recipe) == str(past.recipe) == str(keepset.Recipe.parse(recipe))
-    assert loaded.get_seq_length() == past.get_seq_length() == mask.shape[1]
-    assert same(contents(past), contents(loaded))
-    if name != "gemma3":  # in memory a sliding window is a view of all that has passed
-        assert loaded.nbytes == past.fork().nbytes
-    for ours, theirs in zip(past.events[-1:], loaded.events, strict=True):
-        assert (ours.length, ours.entries, ours.kept) == (theirs.length, theirs.entries, theirs.kept)
-        assert same_keep_set(ours.keep_set, theirs.keep_set)
-    asked = prompt(batch, 3, 2)
-    for each in (past, loaded):
-        assert torch.equal(each.ask(asked)["attention_mask"], extended(mask, mask.shape[1] + 3))
-    for said in (1, 7, 1, 1, 4):
-        turn = prompt(batch, said, 9)
-        mask = extended(mask, mask.shape[1] + said)
-        assert torch.equal(feed(model, past, turn, mask), feed(model, loaded, turn, mask))
-    check_grown(past, loaded)
-    assert [event.length for event in past.events][-len(loaded.events) :] == [event.length for event in loaded.events]
-
-
-@pytest.mark.few(6)
-@pytest.mark.parametrize(
-    ("name", "recipe", "rows", "length", "said"),
-    [
-        *(("llama", recipe, 2, 20, 7) for recipe in AGAIN.values()),
-        ("gemma3", AGAIN["dense"], 2, 20, 7),  # beside sliding windows that are full
-        # A layer with more entries lets more queries wait, so a file knows of each layer how far it has come.
-        *(
-            pytest.param("llama_mha", AGAIN["layer-ragged"], 1, 18, after, marks=[pytest.mark.full] * (after in (2, 4)))
-            for after in (1, 2, 4, 5)
-        ),
-    ],
-)
-def test_compression_goes_on(tmp_path: Path, name: str, recipe: str, rows: int, length: int, said: int) -> None:
-    model, mask = tiny(name), torch.ones(rows, length, dtype=torch.long)
-    past = context(model, recipe, prompt(rows, length))
-    for turn in range(said):
-        mask = extended(mask, mask.shape[1] + 1)
-        feed(model, past, prompt(rows, 1, turn), mask)
-    loaded, events = again(past, model, tmp_path), len(past.events)
-    for turn in range(14):
-        mask = extended(mask, mask.shape[1] + 1)
-        assert torch.equal(*(feed(model, each, prompt(rows, 1, 20 + turn), mask) for each in (past, loaded)))
-    assert len(past.events) > events
-    assert [event.length for event in loaded.events[-2:]] == [event.length for event in past.events[-2:]]
-    assert same(contents(past), contents(loaded))
 
 
 @pytest.mark.parametrize(
@@ -220,24 +102,6 @@ def test_the_same_file_whether_it_grew_or_not(tmp_path: Path) -> None:
 # --- asking
 
 
-@pytest.mark.spread
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-@pytest.mark.parametrize("padding", [[0, 0], [0, 9]], ids=["whole", "padded"])
-def test_asking_is_generating_from_context_and_question(name: str, padding: list[int]) -> None:
-    model = tiny(name)
-    if name == "lfm2" and any(padding):
-        pytest.skip("its convolutions see padding")
-    ids, mask = padded_prompt(padding, 40)
-    question, question_mask = padded_prompt([0, 2], 7, 3)
-    past = context(model, RECIPES["head-ragged"], ids, mask)
-    usual = generate(
-        model, torch.cat([ids, question], 1), past.fork(), torch.cat([mask, question_mask], 1), max_new_tokens=8
-    )
-    asked = answer(model, past, question, question_mask)
-    assert torch.equal(asked.sequences, usual.sequences[:, 40:])
-    assert torch.equal(torch.stack(asked.logits), torch.stack(usual.logits))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_context_that_keeps_all_answers_as_the_model(tmp_path: Path, layout: str) -> None:
     """With beams, too, once the cache has a request for each."""
@@ -264,73 +128,7 @@ def test_rows_that_do_not_fit() -> None:
             past.ask(ids)
 
 
-def test_many_questions_at_once(tmp_path: Path) -> None:
-    model = tiny("llama")
-    loaded = again(context(model, RECIPES["head-ragged"], prompt(1, 40)), model, tmp_path)
-    ids, mask = padded_prompt([0, 3, 6], 7, 5)
-    together = answer(model, loaded, ids, mask).sequences
-    for row, padding in enumerate([0, 3, 6]):
-        alone = answer(model, loaded, ids[row : row + 1, padding:]).sequences
-        assert torch.equal(together[row, padding:], alone[0])
-
-
 # --- forks
-
-
-@pytest.mark.few(3)
-@pytest.mark.spread
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), *AGAIN.values()])
-def test_questions_do_not_disturb_each_other(name: str, recipe: str) -> None:
-    if name != "llama" and recipe in (RECIPES["statistics"], RECIPES["moments"], AGAIN["moments"]):
-        pytest.skip("the model's own layers are what this is about")
-    model = tiny(name)
-    ids = prompt(1, 40)
-    past = context(model, recipe, ids)
-    before = [column.clone() for column in contents(past)]
-    questions = [prompt(1, n, n) for n in (6, 3, 9)]
-    fresh = [generate(model, torch.cat([ids, q], 1), context(model, recipe, ids), max_new_tokens=8) for q in questions]
-    forks = [past.fork() for _ in questions]
-    # Token by token in turns, so that what one writes the next one would read.
-    for fork, question in zip(forks, questions, strict=True):
-        feed(model, fork, question[:, :-1], torch.ones(1, 40 + question.shape[1] - 1, dtype=torch.long))
-    if "every" not in recipe:  # there a question in two parts may have an event between them
-        for fork, question, expected in zip(forks, questions, fresh, strict=True):
-            output = generate(model, torch.cat([ids, question], 1), fork, max_new_tokens=8)
-            assert torch.equal(output.sequences, expected.sequences)
-    for question, expected in zip(questions, fresh, strict=True):
-        assert torch.equal(answer(model, past, question).sequences, expected.sequences[:, 40:])
-    assert same(contents(past), before)
-    assert past.get_seq_length() == 40
-
-
-@pytest.mark.full
-@pytest.mark.cross
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_forks_in_the_middle_of_a_prompt(name: str, recipe: str) -> None:
-    if name != "llama" and recipe in ("statistics", "moments"):
-        pytest.skip("the model's own layers are what this is about")
-    model = tiny(name)
-    ends = [prompt(2, 22, seed) for seed in (7, 8)]
-    begin = prompt(2, 18)
-    mask = torch.ones(2, 40, dtype=torch.long)
-
-    def begun() -> keepset.Cache:
-        past = keepset.Cache(model, RECIPES[recipe], prompt_length=40)
-        feed(model, past, begin, mask[:, :18])
-        return past
-
-    alone = [begun(), begun()]
-    past = begun()
-    forks = [past.fork(), past]
-    for first, last in ((18, 38), (38, 40)):  # in turns, so that what one records the other would look at
-        for end, reference, fork in zip(ends, alone, forks, strict=True):
-            for each in (reference, fork):
-                feed(model, each, end[:, first - 18 : last - 18], mask[:, :last])
-    for reference, fork in zip(alone, forks, strict=True):
-        assert same_keep_set(reference.keep_set, fork.keep_set)
-        assert same(contents(reference), contents(fork))
 
 
 # --- what is refused
@@ -350,7 +148,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def rewritten(path: Path, sealed: bool = False, **changes: Any) -> None:
-    """Change metadata, with or without their digest."""
     file = File.of(path.read_bytes())
     path.write_bytes(replace(file, metadata={**file.metadata, **changes}, sealed=sealed).content)
 
@@ -363,8 +160,15 @@ def test_what_a_file_says_of_itself(path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["context"]
 
 
+CHANGES = [
+    ("progress", {}),
+    ("progress", None),
+    ("layers", 9),
+    ("layers", "4"),
+    ("fingerprint", "x"),
+    ("recipe", "knorm"),
+]
 FOREIGN = safetensors.torch.save({"weight": torch.zeros(3)})
-DAMAGED = "is damaged: build it again"
 
 
 @pytest.mark.parametrize(
@@ -373,31 +177,18 @@ DAMAGED = "is damaged: build it again"
         *((content, "is damaged or no saved context: give a file that") for content in (b"", b"words", b"\xff" * 100)),
         (FOREIGN, "is no saved context: give a file that"),
         (None, "There is no file"),
+        *(({"format": version}, f"has format {version} of saved contexts, and this") for version in (7, 9)),
+        *(({name: value}, "is damaged: build it again") for name, value in CHANGES),
     ],
-    ids=["empty", "words", "noise", "foreign", "absent"],
 )
-def test_no_context(path: Path, content: bytes | None, words: str) -> None:
+def test_no_context(path: Path, content: bytes | dict[str, Any] | None, words: str) -> None:
     if content is None:
         refused(path.parent, "is a folder: give a file that", tiny("llama"))
         path.unlink()
-    else:
+    elif isinstance(content, bytes):
         path.write_bytes(content)
-    refused(path, words, tiny("llama"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        *(
-            ({"format": version}, f"has format {version} of saved contexts, and this keepset reads")
-            for version in (7, 9)
-        ),
-        *(({name: value}, DAMAGED) for name, value in (("progress", {}), ("progress", None), ("layers", 9))),
-        *(({name: value}, DAMAGED) for name, value in (("layers", "4"), ("fingerprint", "x"), ("recipe", "knorm"))),
-    ],
-)
-def test_metadata_that_was_changed(path: Path, changes: dict[str, Any], words: str) -> None:
-    rewritten(path, **changes)
+    else:
+        rewritten(path, **content)
     refused(path, words, tiny("llama"))
 
 

@@ -36,7 +36,6 @@ WHOLE, CHUNKED = SecondPass(ALL), SecondPass(ALL, chunk=10)
 def observed(
     model: Any, padding: list[int], *passes: SecondPass, chunk: int | None = None, **options: Any
 ) -> dict[int, Observation]:
-    """Return what every layer showed of this batch."""
     ids, mask = padded_prompt(padding, LENGTH)
     recipe = looking(*(passes or (WHOLE,)))
     cache = keepset.Cache(model, recipe, prompt_length=LENGTH if chunk else None, **options)

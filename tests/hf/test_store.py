@@ -1,205 +1,231 @@
-"""`EntryStore` against lists of entries, through any sequence of what can happen to it."""
+"""`EntryStore` against lists of entries, in 32 bits and in few, whatever happens to it and to its forks."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
-import hypothesis.strategies as st
+import pytest
 import torch
-from hypothesis import HealthCheck
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
+from keepset.contexts.columns import dequantized
 from keepset.core.keep_set import HeadCounts
 from keepset.hf.store import EntryStore
+from keepset.kernels.attention import ragged_attention
 from keepset.kernels.packed import HeadTable
-from tests.tiers import examples
+from keepset.kernels.softmax import Softmax
+from tests.kernels import few_bits
+from tests.kernels.few_bits import in_steps, rounded
+
+matrix = cache(few_bits.matrix)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A number of its own, from which its key and value follow, its position, and what a method noted."""
+    """A key and a value, the position, what a method noted, and whether what 4 bits have lost is still known."""
 
-    number: int
+    rows: tuple[Tensor, Tensor]
     position: int
     credit: float
+    is_new: bool = True
+
+    def read(self, part: int, bits: int) -> Tensor:
+        if bits == 32:
+            return self.rows[part]
+        mixing = matrix(len(self.rows[part]))
+        mixed = self.rows[part].double() @ mixing.T
+        if bits == 8:
+            return in_steps(mixed) @ mixing
+        first = rounded(mixed)
+        return (first + (rounded(mixed - first) if self.is_new else 0.0)) @ mixing
 
 
-Request = list[list[Entry]]
-"""The entries of each head."""
+Heads = list[list[Entry]]
+"""The entries of every head, request after request."""
 
 
 @dataclass
 class Pair:
-    """A store and what it should hold."""
-
     store: EntryStore
-    requests: list[Request]
+    heads: Heads
 
 
-class Stores(RuleBasedStateMachine):
-    """Everything is done to a store and to lists; afterwards they must agree."""
+class Walk:
+    """Everything is done to stores and to lists; afterwards they must agree."""
 
-    pairs = Bundle("pairs")
+    def __init__(self, seed: int, bits: int) -> None:
+        self.draw, self.numbers, self.bits = random.Random(seed), torch.Generator().manual_seed(seed), bits
+        self.kv_heads, batch, entries = self.draw.randint(1, 3), self.draw.randint(1, 3), self.draw.randint(0, 9)
+        self.sizes = self.draw.choice([(6, 4), (8, 8), (10, 6), *[(1, 1), (3, 5)] * (bits == 32)])
+        heads = [
+            [self.entry(at, credit=self.draw.random()) for at in range(entries)] for _ in range(batch * self.kv_heads)
+        ]
+        columns = self.columns(heads)
+        if self.draw.random() < 0.5:  # laid out token by token, as models make them
+            columns = {name: each.transpose(1, 2).contiguous().transpose(1, 2) for name, each in columns.items()}
+        self.pairs = [self.kept(columns, heads, EntryStore.pack)]
+        if bits != 32:
+            self.pairs[0].store.quantize(bits)
 
-    @initialize(
-        target=pairs,
-        data=st.data(),
-        batch=st.integers(1, 3),
-        heads=st.integers(1, 3),
-        sizes=st.sampled_from([(1, 1), (3, 5), (8, 8), (10, 6)]),
-        entries=st.integers(0, 9),
-        by_token=st.booleans(),
-    )
-    def pack(
-        self, data: st.DataObject, batch: int, heads: int, sizes: tuple[int, int], entries: int, by_token: bool
-    ) -> Pair:
-        """A prompt's columns, laid out head by head or token by token as models make them."""
-        self.heads, (self.key_dim, self.value_dim) = heads, sizes
-        self.numbers = itertools.count(1)
-        self.pairs_made: list[Pair] = []
-        table = [[[self.entry(at, credited=True) for at in range(entries)] for _ in range(heads)] for _ in range(batch)]
-        columns = self.columns(table)
-        if by_token:
-            columns = {name: c.transpose(1, 2).contiguous().transpose(1, 2) for name, c in columns.items()}
-        return self.kept(data, columns, table)
+    def run(self, steps: int) -> None:
+        operations = [self.append, self.append, self.keep, self.reorder, self.crop, self.fork, self.copy, self.trim]
+        for _ in range(steps):
+            place = self.draw.randrange(len(self.pairs))
+            pair = self.draw.choice(operations)(self.pairs[place])
+            if pair is None or self.draw.random() < 0.5 or len(self.pairs) == 3:
+                self.pairs[place] = pair or self.pairs[place]
+            else:
+                self.pairs.append(pair)
+            for each in self.pairs:
+                self.check(each)
 
-    @rule(pair=pairs, data=st.data(), n=st.integers(1, 70), padded=st.booleans())
-    def append(self, pair: Pair, data: st.DataObject, n: int, padded: bool) -> None:
+    # --- what happens
+
+    def append(self, pair: Pair) -> None:
         """New tokens for all heads of every request, except where there is padding."""
-        batch = len(pair.requests)
-        real = [[True] * n] * batch
-        if padded:
-            real = data.draw(st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=batch, max_size=batch))
+        batch, n = len(pair.heads) // self.kv_heads, self.draw.choice([1, 1, 3, self.draw.randint(1, 70)])
+        padded = self.draw.random() < 0.5
+        real = [[not padded or self.draw.random() < 0.5 for _ in range(n)] for _ in range(batch)]
         positions = torch.tensor([list(itertools.accumulate(row, initial=50))[1:] for row in real])
-        new = [[[self.entry(int(at)) for at in row] for _ in range(self.heads)] for row in positions]
+        new = [[self.entry(int(at)) for at in row] for row in positions for _ in range(self.kv_heads)]
         columns = self.columns(new)
         tokens = [torch.tensor([at for at, exists in enumerate(row) if exists], dtype=torch.int64) for row in real]
         pair.store.append(columns["keys"], columns["values"], positions, tokens if padded else None)
-        for request, tokens, exists in zip(pair.requests, new, real, strict=True):
-            for head, entries in zip(request, tokens, strict=True):
-                head.extend(itertools.compress(entries, exists))
+        for index, entries in enumerate(new):
+            pair.heads[index] += itertools.compress(entries, real[index // self.kv_heads])
 
-    @rule(target=pairs, pair=pairs, data=st.data())
-    def keep(self, pair: Pair, data: st.DataObject) -> Pair:
-        """Another compression of what there is."""
-        columns, _ = pair.store.padded()
-        return self.kept(data, columns, pair.requests)
+    def keep(self, pair: Pair) -> Pair:
+        """Another compression of what there is, with keys and values as they lie or as somebody looked at them."""
+        if self.bits == 32 and self.draw.random() < 0.5:
+            return self.kept(pair.store.padded()[0], pair.heads, EntryStore.pack)
+        return self.kept(pair.store.other_columns, pair.heads, pair.store.kept)
 
-    @rule(target=pairs, pair=pairs, data=st.data())
-    def keep_as_stored(self, pair: Pair, data: st.DataObject) -> Pair:
-        """Keep some entries, with keys and values as they lie."""
-        return self.kept(data, pair.store.other_columns, pair.requests, pair.store.kept)
-
-    @rule(pair=pairs, data=st.data())
-    def reorder(self, pair: Pair, data: st.DataObject) -> None:
-        """Let requests change places, come twice, or go."""
-        rows = data.draw(st.lists(st.integers(0, len(pair.requests) - 1), min_size=1, max_size=4))
+    def reorder(self, pair: Pair) -> None:
+        """Requests change places, come twice, or go."""
+        batch = len(pair.heads) // self.kv_heads
+        rows = [self.draw.randrange(batch) for _ in range(self.draw.randint(1, 4))]
         pair.store.reorder(rows)
-        pair.requests = [[list(head) for head in pair.requests[row]] for row in rows]
+        heads = [pair.heads[self.kv_heads * row : self.kv_heads * (row + 1)] for row in rows]
+        pair.heads = [list(head) for request in heads for head in request]
 
-    @rule(pair=pairs, data=st.data(), uniform=st.booleans())
-    def crop(self, pair: Pair, data: st.DataObject, uniform: bool) -> None:
-        """The newest entries are taken back."""
-        there = [min(map(len, request)) for request in pair.requests]
-        removed = [data.draw(st.integers(0, most)) for most in there]
-        if uniform:
+    def crop(self, pair: Pair) -> None:
+        requests = [pair.heads[first : first + self.kv_heads] for first in range(0, len(pair.heads), self.kv_heads)]
+        removed = [self.draw.randint(0, min(map(len, request))) for request in requests]
+        if self.draw.random() < 0.5:
             removed = [min(removed)] * len(removed)
         pair.store.crop(removed)
-        for request, count in zip(pair.requests, removed, strict=True):
-            request[:] = [head[: len(head) - count] for head in request]
+        pair.heads = [head[: len(head) - removed[index // self.kv_heads]] for index, head in enumerate(pair.heads)]
 
-    @rule(target=pairs, pair=pairs)
     def fork(self, pair: Pair) -> Pair:
         """A copy; what happens to either must not be seen by the other."""
-        return self.made(pair.store.fork(), [[list(head) for head in request] for request in pair.requests])
+        return Pair(pair.store.fork(), [list(head) for head in pair.heads])
 
-    @invariant()
-    def agree(self) -> None:
-        for pair in self.pairs_made:
-            check(pair, self.columns(pair.requests))
+    def copy(self, pair: Pair) -> Pair:
+        """A store as a file brings it back."""
+        counts = torch.tensor(pair.store.counts).view(-1, self.kv_heads)
+        packed = {name: column.clone() for name, column in pair.store.packed.items()}
+        return Pair(EntryStore.of(packed, counts), [list(head) for head in pair.heads])
+
+    def trim(self, pair: Pair) -> None:
+        pair.store.trim()
+        assert pair.store.nbytes == pair.store.entries_nbytes
 
     # --- helpers
 
-    def entry(self, position: int, credited: bool = False) -> Entry:
-        number = next(self.numbers)
-        return Entry(number, position, number / 2 if credited else 0.0)
+    def entry(self, position: int, credit: float = 0.0) -> Entry:
+        key, value = (torch.randn(size, generator=self.numbers) for size in self.sizes)
+        return Entry((key, value), position, credit)
 
-    def columns(self, requests: list[Request]) -> dict[str, Tensor]:
+    def columns(self, heads: Heads, bits: int = 32) -> dict[str, Tensor]:
         """Rectangular columns of these entries, zero where a head has fewer."""
-        longest = max(len(head) for request in requests for head in request)
-        hole = Entry(0, 0, 0.0)
-        table = [[head + [hole] * (longest - len(head)) for head in request] for request in requests]
-        numbers = torch.tensor([[[float(entry.number) for entry in head] for head in request] for request in table])
-        exists = numbers[..., None] > 0
+        longest = max(map(len, heads))
+
+        def column(read: Callable[[Entry], Tensor], size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            table = torch.zeros(len(heads), longest, *size, dtype=dtype)
+            for row, head in zip(table, heads, strict=True):
+                for at, entry in enumerate(head):
+                    row[at] = read(entry)
+            return table.unflatten(0, (-1, self.kv_heads))
+
         return {
-            "keys": torch.where(exists, numbers[..., None] + torch.arange(self.key_dim) / 16, 0.0),
-            "values": torch.where(exists, -numbers[..., None] - torch.arange(self.value_dim) / 16, 0.0),
-            "positions": torch.tensor(
-                [[[entry.position for entry in head] for head in request] for request in table], dtype=torch.int32
-            ),
-            "credit": torch.tensor([[[entry.credit for entry in head] for head in request] for request in table]),
+            "keys": column(lambda entry: entry.read(0, bits), self.sizes[:1], torch.float32),
+            "values": column(lambda entry: entry.read(1, bits), self.sizes[1:], torch.float32),
+            "positions": column(lambda entry: torch.tensor(entry.position), (), torch.int32),
+            "credit": column(lambda entry: torch.tensor(entry.credit), (), torch.float32),
         }
 
-    def kept(
-        self,
-        data: st.DataObject,
-        columns: dict[str, Tensor],
-        requests: list[Request],
-        pack: Callable[..., EntryStore] = EntryStore.pack,
-    ) -> Pair:
-        indices, kept = [], []
-        for request in requests:
-            kept.append([])
-            for head in request:
-                chosen = data.draw(st.lists(st.booleans(), min_size=len(head), max_size=len(head)))
-                indices += [i for i, stays in enumerate(chosen) if stays]
-                kept[-1].append(list(itertools.compress(head, chosen)))
-        counts = torch.tensor([[len(head) for head in request] for request in kept])
-        return self.made(pack(columns, torch.tensor(indices, dtype=torch.long), HeadCounts(counts)), kept)
+    def kept(self, columns: dict[str, Tensor], heads: Heads, pack: Callable[..., EntryStore]) -> Pair:
+        chosen = [[at for at in range(len(head)) if self.draw.random() < 0.7] for head in heads]
+        counts = HeadCounts(torch.tensor([len(own) for own in chosen]).view(-1, self.kv_heads))
+        store = pack(columns, torch.tensor([at for own in chosen for at in own], dtype=torch.long), counts)
+        kept = [[replace(head[at], is_new=False) for at in own] for head, own in zip(heads, chosen, strict=True)]
+        return Pair(store, kept)
 
-    def made(self, store: EntryStore, requests: list[Request]) -> Pair:
-        self.pairs_made.append(Pair(store, requests))
-        return self.pairs_made[-1]
+    # --- what must agree
 
+    def check(self, pair: Pair) -> None:
+        store, heads, exact = pair.store, pair.heads, self.bits == 32
+        close = dict(rtol=0.0, atol=0.0) if exact else dict(rtol=1e-4, atol=1e-5)
+        assert store.counts == [len(head) for head in heads] and store.entries == sum(store.counts)
+        columns, exists = store.padded()
+        expected = self.columns(heads, self.bits)
+        assert exists.flatten(0, 1).sum(-1).tolist() == store.counts
+        assert columns.keys() == expected.keys()
+        for name, column in expected.items():  # equal everywhere, so zero in holes
+            torch.testing.assert_close(columns[name], column, **(close if name in ("keys", "values") else {}))
+        if exact:
+            self.check_table(store, expected)
+            assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store._columns.values())
+        else:
+            packed = dequantized(store.packed, torch.tensor(store.counts).view(-1, self.kv_heads))
+            for name in expected:
+                torch.testing.assert_close(packed[name], expected[name][exists], **close)
+        if all(store.counts):
+            self.check_looks(pair, **close)
 
-def check(pair: Pair, expected: dict[str, Tensor]) -> None:
-    store, heads = pair.store, [head for request in pair.requests for head in request]
-    assert store.counts == [len(head) for head in heads]
-    assert store.entries == sum(store.counts) and store.heads.keys.dtype == torch.float32
+    def check_looks(self, pair: Pair, **close: float) -> None:
+        """Some entries that are looked at, and attention."""
+        store, heads = pair.store, pair.heads
+        index = torch.tensor([[self.draw.randrange(len(head)) for _ in range(3)] for head in heads])
+        for part, found in enumerate(store.take(index.view(-1, self.kv_heads, 3))):
+            right = [heads[h][i].read(part, self.bits) for h, own in enumerate(index.tolist()) for i in own]
+            torch.testing.assert_close(found.flatten(0, 2), torch.stack(right).float(), **close)
+        queries = torch.randn(len(heads) // self.kv_heads, 2 * self.kv_heads, 1, self.sizes[0], generator=self.numbers)
+        output = ragged_attention(queries, [store.heads], Softmax(0.5))
+        for query, row in enumerate(queries.flatten(0, 2).double()):
+            keys, values = (
+                torch.stack([entry.read(part, self.bits) for entry in heads[query // 2]]).double() for part in (0, 1)
+            )
+            right = (keys @ row * 0.5).softmax(0) @ values
+            torch.testing.assert_close(output.flatten(0, 2)[query].double(), right, rtol=1e-4, atol=1e-5)
 
-    columns, exists = store.padded()
-    assert exists.flatten(0, 1).sum(-1).tolist() == store.counts
-    assert columns.keys() == expected.keys()
-    for name, column in expected.items():
-        # Equal everywhere, so zero in holes.
-        assert column.dtype == columns[name].dtype and torch.equal(columns[name], column), name
-
-    packed, table = store.heads, HeadTable([store.heads])
-    assert [h for run in packed.runs for h in range(run.first, run.first + run.heads)] == list(range(len(heads)))
-    for run in packed.runs:
-        for i in range(run.heads):
+    def check_table(self, store: EntryStore, expected: dict[str, Tensor]) -> None:
+        """What kernels are told of where the heads are; there are neither biases nor scales."""
+        packed, table = store.heads, HeadTable([store.heads])
+        assert packed.keys.dtype == torch.float32
+        assert [h for run in packed.runs for h in range(run.first, run.first + run.heads)] == [
+            *range(len(store.counts))
+        ]
+        for run, i in ((each, i) for each in packed.runs for i in range(each.heads)):
             batch, head = divmod(run.first + i, store.kv_heads)
             held = slice(store.counts[run.first + i])
-            assert torch.equal(run.view(packed.keys)[i], expected["keys"][batch, head, held])
-            assert torch.equal(run.view(packed.values)[i], expected["values"][batch, head, held])
-            assert torch.equal(run.view(packed.positions)[i], expected["positions"][batch, head, held])
-            # What kernels are told is the same; there are neither biases nor scales.
+            looked_at = [run.view(column)[i] for column in (packed.keys, packed.values, packed.positions)]
+            for name, column in zip(("keys", "values", "positions"), looked_at, strict=True):
+                assert torch.equal(column, expected[name][batch, head, held])
             *addresses, count = table.addresses[:, run.first + i].tolist()
             assert count + table.grown == run.count
-            columns_of = (packed.keys, packed.values, packed.positions)
-            if count + table.grown:
-                assert addresses == [*(run.view(column)[i].data_ptr() for column in columns_of), 0, 0, 0]
-
-    assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store._columns.values())
+            assert not run.count or addresses == [*(column.data_ptr() for column in looked_at), 0, 0, 0]
 
 
-Stores.TestCase.settings = examples(
-    60, derandomize=False, stateful_step_count=15, suppress_health_check=list(HealthCheck)
-)
-TestStores = Stores.TestCase
+@pytest.mark.parametrize("bits", [32, 8, 4])
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 24), marks=pytest.mark.full)], ids=["few", "many"])
+def test_what_is_read_is_what_plain_numbers_say(seeds: range, bits: int) -> None:
+    for seed in seeds:
+        Walk(seed, bits).run(12)
 
 
 def test_a_packed_store_has_no_byte_too_many() -> None:
@@ -222,3 +248,16 @@ def test_growth_is_by_blocks() -> None:
         store.append(torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.tensor([[position]]))
         sizes.add(store.nbytes)
     assert len(sizes) == 1
+
+
+def test_a_new_token_of_4_bits_takes_what_is_said() -> None:
+    keys, values = torch.randn(1, 2, 7, 6), torch.randn(1, 2, 7, 4)
+    columns = {"keys": keys, "values": values, "positions": torch.arange(7, dtype=torch.int32).expand(1, 2, 7)}
+    store = EntryStore.pack(columns, torch.arange(7).repeat(2), HeadCounts(torch.tensor([[7, 7]])))
+    store.quantize(4)
+    store.trim()
+    before = store.nbytes
+    store.append(keys[:, :, :3], values[:, :, :3], torch.arange(90, 93)[None])
+    store.trim()
+    # Two layers, each of 3 and 2 bytes, two float32 scales and a position.
+    assert store.nbytes - before == 2 * 3 * store.token_bytes == 2 * 3 * 2 * (3 + 2 + 8 + 4)

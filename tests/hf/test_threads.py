@@ -43,7 +43,6 @@ def hasty() -> Iterator[None]:
 
 @pytest.fixture
 def tables(tmp_path: Path, name: str) -> str:
-    """A file of tables for the test's model."""
     save(random_tables(*shape_of(tiny(name))), tmp_path / "tables")
     return str(tmp_path / "tables")
 

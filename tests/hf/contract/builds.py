@@ -69,27 +69,26 @@ _THREE = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [3, 3, 2]}
 _AXES = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 3, 3]}
 _FOUR = {"num_hidden_layers": 4}
 _MIXED = {**_FOUR, "layer_types": ["conv", "full_attention"] * 2}
-_INDEXER = {
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 16,
-    "indexer_compress_ratio": 4,
-}
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
+_INDEXER["indexer_compress_ratio"] = 4
 _BLOCKS = {"index_block_size": 8, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
-_CAPPED = {"attn_logit_softcapping": 0.7}  # of logits as small as a tiny model's
 _STARTS = {"vision_start_token_id": 4, "vision_end_token_id": 5}
+_CAPPED = {"attn_logit_softcapping": 0.7}  # of logits as small as a tiny model's
+_IMAGE_IS_3, _ROTATED_BY_AXES = {"vocabulary_map": {"<image>": 3}}, {"text_config.rope_parameters": _AXES}
+_ON_AXES = ("glm46v", "glm4v", "glm_ocr", "glmga", "hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_ON_AXES, _ROTATED_BY_AXES),
+    **dict.fromkeys(("chameleon", "emu3"), _IMAGE_IS_3),
+    **dict.fromkeys(("gemma2", "vaultgemma"), _CAPPED),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _MIXED),
     "bamba": {**_FOUR, "mamba_n_heads": 8, "attn_layer_indices": [1, 3]},
     "blt": {"encoder_hash_byte_group_vocab": 200},
-    "chameleon": {"vocabulary_map": {"<image>": 3}},
     "cohere_compass": {"text_config.rope_parameters": {"full_attention": _THREE}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _THREE}},
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"], "text_config.num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "emu3": {"vocabulary_map": {"<image>": 3}},
     "ernie4_5_vl_moe": {"text_config.rope_parameters": _THREE},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "num_hidden_layers": 2},
     "gemma3n_text": {
@@ -98,12 +97,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    "gemma2": _CAPPED,
-    "glm46v": {"text_config.rope_parameters": _AXES},
-    "glm4v": {"text_config.rope_parameters": _AXES},
     "glm4v_moe": {"text_config.rope_parameters": {**_AXES, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
-    "glm_ocr": {"text_config.rope_parameters": _AXES},
-    "glmga": {"text_config.rope_parameters": _AXES},
     "granite4_vision": {
         "text_config.model_type": "granite",
         "deepstack_layer_map": [[-1, 0]],
@@ -112,25 +106,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {**_FOUR, "mamba_n_heads": 8, "layer_types": ["mamba", "attention"] * 2},
     "hrm_text": {"num_hidden_layers": 16},
-    "hunyuan_vl": {"text_config.rope_parameters": _AXES},
     "jamba": {**_FOUR, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": _MIXED,
-    "lfm2_moe": _MIXED,
     "lfm2_vl": {f"text_config.{name}": value for name, value in _MIXED.items()},
     "minimax_m3_vl": {f"text_config.{name}": value for name, value in _BLOCKS.items()},
     "minimax_m3_vl_text": _BLOCKS,
     "mamba2": {"head_dim": 32},
-    "paddleocr_vl": {"text_config.rope_parameters": _AXES},
     "qwen2_5_omni_thinker": {**_STARTS, "text_config.rope_parameters": _AXES},
-    "qwen2_5_vl": {"text_config.rope_parameters": _AXES},
-    "qwen2_vl": {"text_config.rope_parameters": _AXES},
     "qwen3_omni_moe_thinker": _STARTS,
     "qwen4_exp": {f"text_config.{name}": value for name, value in _INDEXER.items()},
     "qwen4_exp_text": _INDEXER,
     "step3p7": {"text_config.sliding_window": WINDOW},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 8]},
     "xmod": {"default_language": "en_XX"},
-    "vaultgemma": _CAPPED,
     "zamba": {**_FOUR, "attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba2": {
         "num_hidden_layers": 4,
@@ -144,31 +131,24 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """What the rule does not get right, by type; a dot leads into a part of the configuration."""
 NO_WINDOW = ("mistral", "mixtral", "starcoder2", "phi3", "phimoe")
 """Types whose usual configuration has a window in every layer, as most models of them have not."""
-_DBRX = "Its attention asks for `rope_theta`, which its configuration does not have."
-_EVOLLA = "Its `generate` feeds the whole text at every step, whatever is cached."
-_POLICY = "It chooses a robot's actions and generates no text."
-_DRAFTER = "It is a drafter, which reads the cache of another model and has none of its own."
-_IMAGE = "It does not run without an image, and the check has none."
-_PARTS = "It is an encoder-decoder of any two models, and keepset compresses decoder-only models."
-_TIMM = "Its images need the package `timm`."
 NOT_BUILT: dict[str, str] = {
-    "blip-2": _IMAGE,
-    "dbrx": _DBRX,
+    "dbrx": "Its attention asks for `rope_theta`, which its configuration does not have.",
     "diffusion_gemma": "It writes text by diffusion, not token by token.",
-    "evolla": _EVOLLA,
-    "fast_vlm": _TIMM,
-    "gemma3n": _TIMM,
-    "gemma4_assistant": _DRAFTER,
-    "gemma4_unified_assistant": _DRAFTER,
-    "idefics": _IMAGE,
-    "instructblip": _IMAGE,
-    "instructblipvideo": _IMAGE,
-    "kosmos-2": _IMAGE,
-    "musicgen": _PARTS,
-    "musicgen_melody": _PARTS,
-    "perception_lm": _TIMM,
-    "pi0": _POLICY,
-    "vision-encoder-decoder": _PARTS,
+    "evolla": "Its `generate` feeds the whole text at every step, whatever is cached.",
+    "pi0": "It chooses a robot's actions and generates no text.",
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "It is a drafter, which reads the cache of another model and has none of its own.",
+    ),
+    **dict.fromkeys(
+        ("blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2"),
+        "It does not run without an image, and the check has none.",
+    ),
+    **dict.fromkeys(
+        ("musicgen", "musicgen_melody", "vision-encoder-decoder"),
+        "It is an encoder-decoder of any two models, and keepset compresses decoder-only models.",
+    ),
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), "Its images need the package `timm`."),
 }
 """Types of which no tiny model is made, and why."""
 

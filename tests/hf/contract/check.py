@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import keepset
 from tests.hf.contract.builds import usual_layers
-from tests.hf.models import generate
+from tests.hf.models import generate, weights_of
 
 LENGTH, NEW, KEEP = 40, 5, 20
 NEEDS = {
@@ -228,12 +228,7 @@ def _masked_attention(
                 visible[:, head, event.length :] &= ~dropped
     group = query.shape[1] // heads
     logits = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-    if (cap := kwargs.get("softcap")) is not None:
-        logits = (logits / cap).tanh() * cap
-    logits = logits.masked_fill(~visible.repeat_interleave(group, 1), float("-inf"))
-    if (sinks := kwargs.get("s_aux")) is not None:
-        logits = torch.cat([logits, sinks[None, :, None, None].expand(len(query), -1, n, 1)], -1)
-    weights = logits.softmax(-1)[..., : key.shape[2]]
+    weights = weights_of(logits, ~visible.repeat_interleave(group, 1), **kwargs)
     return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
 

@@ -25,7 +25,7 @@ _EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 """Which expert a token is sent to may hang on the last bit, so no model of these is in bfloat16."""
 _SCORERS = (
     *("streaming_llm", "random", "knorm", "keydiff", "lagkv", "tova", "snapkv", "rpc", "r_kv", "h2o"),
-    *("expected_attention", "prompt_queries", "qfilter", "triattention", "second_pass"),
+    *("expected_attention", "prompt_queries", "qfilter", "triattention", "distilled", "second_pass"),
 )
 WHOLE = ("duo_attention", "gvote", "kvcompose", "kvzip", "glance", "reread", "compilerkv")
 """Those that say themselves how much every head keeps."""
@@ -49,11 +49,9 @@ class Plan:
 
     @property
     def model(self) -> Any:
-        """The model under test."""
         return half_model(self.architecture) if self.half else tiny(self.architecture)
 
     def cache(self, prompt_length: int | None) -> keepset.Cache:
-        """A new cache."""
         task = torch.tensor([self.task]) if self.task else None
         return keepset.Cache(
             self.model, self.recipe, task_tokens=task, prompt_length=prompt_length, history=self.history
@@ -155,7 +153,7 @@ def _options(draw: Random) -> str:
     options = [f"sinks={draw.choice([0, 0, 1, 3])}, recent={draw.choice([0, 0, 1, 4])}"]
     if draw.random() < 0.55:
         options.append(f"keep={draw.randint(1, 24)}, every={draw.choice([1, 2, 3, 5, 8, 13, 21])}")
-        options += ["protect_prompt=True"] if draw.random() < 0.1 else []
+        options += ["protect_prompt=True"] if draw.random() < 0.2 else []
         options += ["prefill=False"] if draw.random() < 0.15 else []
     else:
         options.append(f"keep={draw.choice([draw.randint(1, 30), round(draw.uniform(0.05, 1.0), 2), 1.0])}")
