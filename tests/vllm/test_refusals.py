@@ -90,7 +90,7 @@ PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "int8_per_token_
 UNIFORM, RAGGED, INT8 = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)", "int8(adakv(snapkv), keep=96)"
 QUANTIZED, EVERY = "quantized(snapkv, bytes=0.05)", "snapkv(window=8, keep=256, every=64)"
 PYRAMID, POOL, GATED = "pyramid(snapkv, keep=128)", "pool(snapkv, keep=96)", "compilerkv(elastic=True, keep=128)"
-EIGHT = {"cache_dtype": "int8_per_token_head"}
+EIGHT, FP8 = {"cache_dtype": "int8_per_token_head"}, "fp8_per_token_head"
 TWO_GPUS, TWO_STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 CARRIED = {"kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"], CONNECTOR["kv_connector"])}
 SERVED = {"enable_prefix_caching": False, **CARRIED}
@@ -104,117 +104,89 @@ GIVE_CARRIER = (
     "how much it keeps depends on the data, so a KV connector must tell the scheduler; none is given. Write "
     "LLM(model, **keepset.vllm.settings('"
 )
-ONLY = "the only KV connector that is served here is keepset's "
+ONLY, MOVED = "the only KV connector that is served here is keepset's ", "because others move whole caches; leave"
 WITHOUT_MANAGER = {"disable_hybrid_kv_cache_manager": True}
 
-CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
-    *((recipe, drafts(async_scheduling=True), "the scheduler runs ahead") for recipe in (EVERY, RAGGED)),
-    (EVERY, drafts(), "drafts must end before events, which a KV"),
+LATENTS, PICTURES = {"use_mla": True}, {"is_multimodal_model": True}
+INDEXER = {"hf_text_config": LlamaConfig(index_topk=9)}
+FOUR, OF_TEXT = "quantized(knorm, bits=4, keep=9)", "knorm(keep=9, protect='text')"
+WHATEVER_THE_RECIPE: list[tuple[dict[str, Any], str]] = [
     *(
-        (UNIFORM, drafts(method), f"drafts by {method} are not served; use")
+        (drafts(method), f"drafts by {method} are not served; use")
         for method in ("draft_model", "medusa", "mlp_speculator", "custom_class", "ngram_gpu", "dflash", "dspark")
     ),
     *(
         (
-            UNIFORM,
             {"kv_transfer_config": connector(path, name)},
-            f"{ONLY}BlockCountConnector, because others move whole caches; leave {name} out of kv_transfer_config.",
+            f"{ONLY}BlockCountConnector, {MOVED} {name} out of kv_transfer_config.",
         )
         for path, name in ((None, "OffloadingConnector"), (None, "MultiConnector"), ("lmcache.x", "LMCacheConnectorV1"))
     ),
-    ("mass", {"kv_transfer_config": connector(None)}, f"{ONLY}Block"),
-    (
-        UNIFORM,
-        CONTEXTS | CARRIED,
-        f"{ONLY}ContextConnector, because others move whole caches; leave BlockCountConnector out of "
-        "kv_transfer_config.",
-    ),
-    ("mass", {"enable_prefix_caching": False}, GIVE_CARRIER),
-    (UNIFORM, {"decode_context_parallel_size": 2}, "context parallelism divides a request's entries"),
-    (UNIFORM, {"prefill_context_parallel_size": 2}, "context parallelism divides a request's entries"),
-    (UNIFORM, {"use_ubatching": True}, "micro-batch overlap runs two batches at once"),
-    (UNIFORM, {"enable_dbo": True}, "micro-batch overlap runs two batches at once"),
+    (CONTEXTS | CARRIED, f"{ONLY}ContextConnector, {MOVED} BlockCountConnector out of kv_transfer_config."),
+    ({"decode_context_parallel_size": 2}, "context parallelism divides a request's entries"),
+    ({"prefill_context_parallel_size": 2}, "context parallelism divides a request's entries"),
+    ({"use_ubatching": True}, "micro-batch overlap runs two batches at once"),
+    ({"enable_dbo": True}, "micro-batch overlap runs two batches at once"),
     *(
         (
-            UNIFORM,
             {"cache_dtype": kind},
             f"it serves KV caches of kind fp8, of kind int8_per_token_head and of 16 bits, not of kind {kind}; set "
             "kv_cache_dtype (--kv-cache-dtype) to fp8 or int8_per_token_head, or leave it out.",
         )
         for kind in ("int4_per_token_head", "nvfp4", "nvfp4_4over6", "turboquant_k8v4", "turboquant_3bit_nc")
     ),
-    (UNIFORM, CONTEXTS | drafts(), "speculative decoding takes tokens back, which requests with contexts"),
-    (PYRAMID, {}, "its layers keep different numbers of entries, so that requests"),
+    (CONTEXTS | drafts(), "speculative decoding takes tokens back, which requests with contexts"),
+    (WITHOUT_MANAGER, "it needs vLLM's hybrid KV-cache manager"),
+    ({"runner_type": "pooling"}, "only models that generate text have a cache to compress"),
+    ({"is_encoder_decoder": True}, "encoder-decoder models are not supported"),
+    (CONTEXTS | LATENTS, "contexts hold keys and values, and the model caches latents"),
+    (LATENTS | {"cache_dtype": "fp8"}, "it reads latents in 16 and 32 bits only; leave kv_cache_dtype out"),
+    (INDEXER, "the model has an indexer, which caches keys of its own beside latents"),
+    ({"is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
+    ({"is_diffusion": True}, "the model computes its answer's tokens more than once (diffusion)"),
+    ({"use_non_causal": True}, "attention that is not causal is not supported"),
+    *((changes, "") for changes in ({}, CONTEXTS, drafts(), {"cache_dtype": FP8}, {"splitting_ops": []})),
+]
+OF_RECIPES: list[tuple[str, dict[str, Any], str]] = [
+    *((recipe, drafts(async_scheduling=True), "the scheduler runs ahead") for recipe in (EVERY, RAGGED)),
+    (EVERY, drafts(), "drafts must end before events, which a KV"),
+    ("mass", {"kv_transfer_config": connector(None)}, f"{ONLY}Block"),
     ("mass", CARRIED, "its layers keep different numbers of entries"),
-    (UNIFORM, WITHOUT_MANAGER, "it needs vLLM's hybrid KV-cache manager"),
-    (UNIFORM, {"runner_type": "pooling"}, "only models that generate text have a cache to compress"),
-    (UNIFORM, {"is_encoder_decoder": True}, "encoder-decoder models are not supported"),
+    *((recipe, {"enable_prefix_caching": False}, GIVE_CARRIER) for recipe in ("mass", GATED)),
+    (PYRAMID, {}, "its layers keep different numbers of entries, so that requests"),
     (
-        "match(snapkv, keep=96)",
-        {"use_mla": True},
+        "match(knorm, keep=9)",
+        LATENTS,
         "the model caches latents, of which keys and values are both made; leave match out",
     ),
-    (UNIFORM, CONTEXTS | {"use_mla": True}, "contexts hold keys and values, and the model caches latents"),
-    (
-        UNIFORM,
-        {"use_mla": True, "cache_dtype": "fp8"},
-        "it reads latents in 16 and 32 bits only; leave kv_cache_dtype out",
-    ),
-    (
-        UNIFORM,
-        {"hf_text_config": LlamaConfig(index_topk=2048)},
-        "the model has an indexer, which caches keys of its own beside latents",
-    ),
-    (UNIFORM, {"is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
-    ("snapkv(keep=0.25, protect='image')", {}, "its model takes no images; leave protect='image' out."),
-    (
-        "snapkv(keep=0.25, protect='text')",
-        {"is_multimodal_model": True},
-        "a KV connector must tell where each request's images are; none is given.",
-    ),
-    (UNIFORM, {"is_diffusion": True}, "the model computes its answer's tokens more than once (diffusion)"),
+    ("knorm(keep=9, protect='image')", {}, "its model takes no images; leave protect='image' out."),
+    (OF_TEXT, PICTURES, "a KV connector must tell where each request's images are; none is given."),
     ("expected_attention(keep=40)", {"uses_mrope": True}, "tokens of an image have positions"),
-    (UNIFORM, {"use_non_causal": True}, "attention that is not causal is not supported"),
     (RAGGED, {"splitting_ops": []}, "CUDA graphs would replay vllm::unified_attention"),
     # What use_inductor_graph_partition makes of them:
     (RAGGED, {"splitting_ops": SPLIT[:1]}, "CUDA graphs would replay vllm::unified_kv_cache"),
     ("gvote", SERVED | {"enforce_eager": False}, "compiled code does not show the hidden states"),
-    (POOL, SERVED | TWO_GPUS, "it compares all heads of all"),
-    (POOL, SERVED | TWO_STAGES, "it compares all heads of all"),
-    ("int8(snapkv, keep=96)", {}, "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model"),
-    (
-        "quantized(snapkv, bits=4, keep=96)",
-        EIGHT,
-        "it stores entries in 4 bits, and vLLM's pages hold 8 or 16; write bits=8.",
-    ),
-    ("int8(snapkv, keep=96)", {"cache_dtype": "fp8_per_token_head"}, "it stores entries in 8 bits, and"),
-    (GATED, {"enable_prefix_caching": False}, GIVE_CARRIER),
+    *((POOL, SERVED | several, "it compares all heads of all") for several in (TWO_GPUS, TWO_STAGES)),
+    (INT8, {}, "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model"),
+    (INT8, {"cache_dtype": FP8}, "it stores entries in 8 bits, and"),
+    (FOUR, EIGHT, "it stores entries in 4 bits, and vLLM's pages hold 8 or 16; write bits=8."),
     # These are served:
-    (UNIFORM, {}, ""),
-    (UNIFORM, CONTEXTS, ""),
-    (UNIFORM, drafts(), ""),
-    ("adakv(snapkv, keep=256, every=64)", {}, ""),
-    ("expected_attention(keep=512)", {"cache_dtype": "bfloat16"}, ""),
-    ("expected_attention(keep=512)", {"cache_dtype": "fp8"}, ""),
+    *(("expected_attention(keep=512)", {"cache_dtype": kind}, "") for kind in ("bfloat16", "fp8")),
     ("match(snapkv, biases=False, keep=0.25)", {"cache_dtype": "fp8_e4m3"}, ""),
-    ("int8(match(adakv(snapkv)), keep=96)", EIGHT, ""),
-    (UNIFORM, {"cache_dtype": "fp8_per_token_head"}, ""),
-    ("quantized(adakv(snapkv), bytes=0.05)", EIGHT, ""),
+    *(
+        (recipe, EIGHT, "")
+        for recipe in ("int8(match(adakv(snapkv)), keep=96)", "quantized(adakv(snapkv), bytes=0.05)")
+    ),
     (PYRAMID, {"enable_prefix_caching": False}, ""),
-    ("mass", SERVED, ""),
-    ("pool(snapkv, keep=96, every=64)", SERVED, ""),
-    ("h2o(keep=0.5)", TWO_GPUS, ""),
-    ("h2o(keep=0.5)", TWO_GPUS | {"use_mla": True}, ""),
-    ("gvote", SERVED | TWO_GPUS, ""),
-    ("gvote", SERVED | TWO_STAGES, ""),
-    ("adakv(snapkv, keep=256, every=64)", {"pipeline_parallel_size": 4}, ""),
-    (GATED, SERVED, ""),
+    *((recipe, SERVED, "") for recipe in ("mass", "pool(snapkv, keep=96, every=64)", GATED)),
+    *(("h2o(keep=0.5)", TWO_GPUS | more, "") for more in ({}, LATENTS)),
+    *(("gvote", SERVED | several, "") for several in (TWO_GPUS, TWO_STAGES)),
+    *(("adakv(snapkv, keep=256, every=64)", changes, "") for changes in ({}, {"pipeline_parallel_size": 4})),
     ("compilerkv(keep=128)", {}, ""),
-    (UNIFORM, {"splitting_ops": []}, ""),
+    *((RAGGED, {"splitting_ops": []} | more, "") for more in ({"mode": "NONE"}, {"cudagraph_mode": "NONE"})),
     (RAGGED, {}, ""),
-    (RAGGED, {"splitting_ops": [], "mode": "NONE"}, ""),
-    (RAGGED, {"splitting_ops": [], "cudagraph_mode": "NONE"}, ""),
 ]
+CONFIGURATIONS = [*((UNIFORM, *row) for row in WHATEVER_THE_RECIPE), *OF_RECIPES]
 """Recipes, what is other in the configuration, and how the reason begins why it is refused."""
 
 
