@@ -300,13 +300,13 @@ def going(
     """Engines, and the folders of their files."""
     scenarios, whole = {}, tmp_path_factory.mktemp("goes on")
     networks = networks_file(whole, TINY.num_hidden_layers)
-    for name, recipe in GOING.items():
-        folder, recipe = whole / name, recipe.replace("FILE", str(networks))
+    for name, text in GOING.items():
+        folder, recipe = whole / name, text.replace("FILE", str(networks))
         folder.mkdir()
         keep = recipe[recipe.index("keep=") : recipe.index(", every")]
         for file, (tokens, other) in GOING_FILES.items():
-            text = "snapkv(window=8, keep=33)" if other == "still" else recipe.replace(keep, other or keep)
-            write(folder, tiny_model, file, text, tokens)
+            of_file = "snapkv(window=8, keep=33)" if other == "still" else recipe.replace(keep, other or keep)
+            write(folder, tiny_model, file, of_file, tokens)
         some, preempt = (GOING_TURMOIL, (13, 40)) if name == "turmoil" else ([PLAIN, *GOING_ASKS], ())
         scenarios[name] = serving(tiny, folder, some, recipe, save=10**7, preempt=preempt, read_at_once=True), folder
     return scenarios
