@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from tests.vllm import graphs, interpreted
+from tests.vllm import graphs
 
 
 class Watch:
@@ -179,7 +179,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         watch = Watch(core.scheduler)
         worker = getattr(core.model_executor, "driver_worker", None)
         if scenario["runner_v2"] and worker is not None:  # else it is in other processes
-            interpreted.warm_up(worker.worker)
+            warm_up(worker.worker)
             run_events()
         if scenario["graphs"]:
             captured = graphs.Graphs(worker.worker.model_runner, scenario["runner_v2"])
@@ -227,6 +227,15 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     envs.disable_envs_cache()
     gc.collect()
     return result
+
+
+def warm_up(worker: Any) -> None:
+    """Do what the worker for GPUs does before the first request: a run without requests, and some with made-up ones."""
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+    runner = worker.model_runner
+    runner._dummy_run(runner.max_num_tokens)
+    run_mixed_prefill_decode_warmup(runner, worker.execute_model, worker.sample_tokens, runner.max_num_tokens)
 
 
 def loads_of(contexts: dict[str, dict[str, int]]) -> dict[str, int]:

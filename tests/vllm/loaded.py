@@ -16,9 +16,17 @@ if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
     typecheck.install()
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-    from tests.vllm import interpreted
+    # That runner prepares a step's tensors by kernels of Triton, for which vLLM's build for CPUs knows no compiler. So
+    # Triton's interpreter takes its place before anything of vLLM is imported that defines kernels.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+    from triton import language
+    from triton.language.extra import libdevice
+    from vllm import triton_utils
+    from vllm.triton_utils import importing
 
-    interpreted.install()
+    importing.HAS_TRITON = triton_utils.HAS_TRITON = True
+    triton_utils.triton, triton_utils.tl, triton_utils.tldevice = triton, language, libdevice
 
 from vllm import LLM, SamplingParams  # noqa: F401
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition

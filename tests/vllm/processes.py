@@ -36,7 +36,7 @@ SPARING = {
 
 def own_environment(runner_v2: bool) -> dict[str, str]:
     """Return what vLLM is told in addition when it is imported."""
-    more = {"TRITON_INTERPRET": "1"} if runner_v2 else {}  # see `tests.vllm.interpreted`
+    more = {"TRITON_INTERPRET": "1"} if runner_v2 else {}  # see `tests.vllm.loaded`
     return {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner_v2)), "VLLM_LOGGING_LEVEL": "ERROR", **more}
 
 

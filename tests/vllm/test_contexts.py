@@ -1,4 +1,7 @@
-"""Requests that begin with a saved context: answers are those of the file under transformers, and pages are shared."""
+"""Requests that begin with a saved context: answers are those of the file under transformers, and pages are shared.
+
+Some are compressed further, each in pages of its own, and some contexts are saved by one engine for another.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import keepset
 from keepset.contexts.columns import dequantized
 from keepset.hf.store import EntryStore
 from tests.hf.damage import flipped
-from tests.vllm.compared import IDS, NO_BINDING, answers_of, result, run_in
+from tests.vllm.compared import IDS, NO_BINDING, answers_of, check_oracle, networks_file, result, run_in
 from tests.vllm.conftest import TINY, save_tiny
-from tests.vllm.contexts import JOINT, OPENING, TOKENS, ask, question, serving, write
-from tests.vllm.engine import BLOCK, Ask, Result
+from tests.vllm.contexts import JOINT, OPENING, TOKENS, ask, going_on, question, serving, write
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario
+from tests.vllm.late import Late
+from tests.vllm.oracle import Oracle
+
+owned = Late("keepset.vllm.contexts")
 
 CONTEXTS = {
     "uniform": ("snapkv(window=8, keep=40)", 150),
@@ -268,3 +276,112 @@ def test_ranks_that_share_the_heads(tmp_path: Path) -> None:
     (answer,) = run_in(NO_BINDING, serving(tiny, folder, some, preempt=(72,), engine=engine))
     check(model, folder, some, answer)
     assert sum(answer.preemptions) > 0
+
+
+GOING = {
+    "equal": "snapkv(window=8, keep=40, every=16)",
+    "segments": "ams(tova, window=16, keep=48, every=16)",
+    "no queries": "distilled(stats='FILE', keep=50, every=7)",  # and no ties, as knorm has where words repeat
+    "turmoil": "adakv(snapkv(window=8), keep=48, every=12)",
+}
+GOING_FILES = {"long": (230, ""), "short": (70, ""), "wide": (200, "keep=64"), "still": (150, "still")}
+"""Tokens, and what is other in the recipe; the last goes on without any compression."""
+_SOME = [("long", 5, 60), ("long", 40, 60), ("short", 70, 60), ("wide", 1, 60), ("still", 20, 40)]
+GOING_ASKS = [ask(name, place, size, tokens) for place, (name, size, tokens) in enumerate(_SOME)]
+GOING_ASKS.append(ask("long", 5, 9, 40, add=30))
+PLAIN = Ask(question(6, 150), 50)
+GOING_TURMOIL = [*GOING_ASKS, ask("long", 7, 30, 60, add=4, abort=25), ask("wide", 8, 30, 60, add=9, abort=11)]
+
+
+@pytest.fixture(scope="module")
+def going(
+    tiny: Path, tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Scenario, Path]]:
+    """Engines, and the folders of their files."""
+    scenarios, whole = {}, tmp_path_factory.mktemp("goes on")
+    networks = networks_file(whole, TINY.num_hidden_layers)
+    for name, text in GOING.items():
+        folder, recipe = whole / name, text.replace("FILE", str(networks))
+        folder.mkdir()
+        keep = recipe[recipe.index("keep=") : recipe.index(", every")]
+        for file, (tokens, other) in GOING_FILES.items():
+            of_file = "snapkv(window=8, keep=33)" if other == "still" else recipe.replace(keep, other or keep)
+            write(folder, tiny_model, file, of_file, tokens)
+        some, preempt = (GOING_TURMOIL, (13, 40)) if name == "turmoil" else ([PLAIN, *GOING_ASKS], ())
+        scenarios[name] = serving(tiny, folder, some, recipe, save=10**7, preempt=preempt, read_at_once=True), folder
+    return scenarios
+
+
+@pytest.fixture(scope="module")
+def went_on(going: dict[str, tuple[Scenario, Path]]) -> dict[str, Any]:
+    return answers_of({name: scenario for name, (scenario, _) in going.items()})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", GOING)
+def test_questions_are_compressed_as_their_files_say(
+    name: str, going: dict[str, Any], went_on: dict[str, Any], tiny_model: PreTrainedModel, tiny_oracle: Oracle
+) -> None:
+    (scenario, folder), engine = going[name], result(went_on, name)
+    for index, one in enumerate(scenario.requests):
+        tokens = engine.tokens[index] or []
+        assert one.abort is not None or len(tokens) == one.max_tokens
+        if one.extra is not None:
+            context = one.extra["keepset"]["context"]
+            path = folder / f"{context}.safetensors"
+            assert going_on(tiny_model, path, one.ids, tokens, engine.steps_of(index)) == tokens
+            # Events came, and gave pages back.
+            assert bool(engine.events[index]) is (context != "still" and bool(tokens))
+    if name == "turmoil":
+        assert min(engine.preemptions[:4]) == 2
+        engine.check_nothing_left()
+    else:
+        check_oracle(tiny_oracle, scenario.engine["additional_config"]["keepset"], [PLAIN], engine)
+
+
+SPLIT = {
+    "every": "snapkv(window=8, keep=40, every=16)",
+    "protected": "snapkv(window=8, keep=40, every=16, protect_prompt=True)",
+    "ragged": "adakv(snapkv(window=8), keep=48, every=24)",
+    "remembered": "ams(snapkv(window=8), keep=48, every=16)",
+}
+PROMPTS, ANSWER = [IDS[:150], IDS[300:340], IDS[500:733]], 40
+
+
+@pytest.mark.full
+def test_two_engines_answer_as_one(tiny: Path, tmp_path: Path) -> None:
+    """The first computes prompts, and the second the answers; between them travels a file with the kept entries."""
+    folders = {name: tmp_path / name for name in SPLIT}
+    for folder in folders.values():
+        folder.mkdir()
+    saves = [Ask(prompt, 1, extra={"keepset": {"save": f"handover-{index}"}}) for index, prompt in enumerate(PROMPTS)]
+    first = answers_of({name: serving(tiny, folders[name], saves, recipe, 10**7) for name, recipe in SPLIT.items()})
+    scenarios: dict[Any, Scenario] = {}
+    for name, recipe in SPLIT.items():
+        asks = [
+            Ask(prompt + (tokens or []), ANSWER - 1, extra={"keepset": {"context": f"handover-{index}"}})
+            for index, (prompt, tokens) in enumerate(zip(PROMPTS, result(first, name).tokens, strict=True))
+        ]
+        scenarios[name, "split"] = serving(tiny, folders[name], asks, recipe)
+        whole = {"model": str(tiny), "max_model_len": 512, "num_gpu_blocks_override": 160, "max_num_batched_tokens": 64}
+        scenarios[name, "one"] = Scenario(recipe, [Ask(prompt, ANSWER) for prompt in PROMPTS], engine=whole)
+    second = answers_of(scenarios)
+    for name in SPLIT:
+        before, after, one = result(first, name), result(second, (name, "split")), result(second, (name, "one"))
+        before.check_nothing_left()
+        after.check_nothing_left()
+        for index, prompt in enumerate(PROMPTS):
+            assert after.cached[index] == len(prompt)
+            if name == "ragged" and len(prompt) < 48:
+                continue  # one engine waits until an event drops a block
+            assert [*(before.tokens[index] or []), *(after.tokens[index] or [])] == one.tokens[index]
+            events = [(event["at"], event["layers"]) for event in [*before.events[index], *after.events[index]]]
+            assert events == [(event["at"], event["layers"]) for event in one.events[index]]
+    # A key, a value and a position each, in 32 bits; beside them counts and a header.
+    files = owned.OwnedContexts(folders["every"], owned.EVERYBODY).newest()
+    for index, prompt in enumerate(PROMPTS):
+        kept, file = min(len(prompt), 40) * TINY.num_hidden_layers * 2, files[f"handover-{index}"]
+        with safe_open(file, "pt") as tensors:
+            columns = [tensors.get_tensor(name).nbytes for name in tensors.keys() if ".columns." in name]  # noqa: SIM118
+        assert sum(columns) == kept * (2 * TINY.head_dim + 1) * 4
+        assert file.stat().st_size - sum(columns) < 4096

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from keepset import KeepsetError
-from keepset.kernels.page_layout import PageLayout, blocks_needed, entries, slots, tables
 from tests.paged.pages import (
     DTYPES,
     check_entries_may_be_views_of_larger_tensors,
@@ -220,59 +219,6 @@ def test_what_the_kernel_would_not_notice_is_refused() -> None:
         cpu_pages.CPUPages([torch.zeros(2, 32, 3, 128).transpose(1, 2)], 0, "vec")
 
 
-class Case:
-    """Requests in a paged cache, block ids in no order, and what each of them keeps."""
-
-    def __init__(
-        self, dtype: torch.dtype, head_dim: int, block_size: int, kv_heads: int, group: int, lengths: list[int]
-    ) -> None:
-        self.generator = seeded(head_dim + 7 * group + kv_heads)
-        self.dtype, self.head_dim, self.block_size = dtype, head_dim, block_size
-        self.kv_heads, self.group, self.lengths = kv_heads, group, torch.tensor(lengths)
-        self.isa = isa_of(dtype, block_size, head_dim)
-        self.width = max(lengths) // block_size + 2
-        blocks = len(lengths) * self.width + 1
-        ids = 1 + torch.randperm(blocks - 1, generator=self.generator)
-        self.block_table = ids.view(len(lengths), self.width).int()
-        self.cache = random(blocks, kv_heads, block_size, 2 * head_dim, dtype=dtype, generator=self.generator)
-        self.pages = cpu_pages.CPUPages([self.cache], 0, self.isa)
-        self.keys: list[list[Tensor]] = []
-        self.values: list[list[Tensor]] = []
-        for row, length in enumerate(lengths):
-            keys, values = self.new(length), self.new(length)
-            at = torch.arange(length)
-            official_write(self.cache, keys, values, self.block_slots(row, at), self.isa)
-            self.keys.append(list(keys.unbind(1)))
-            self.values.append(list(values.unbind(1)))
-
-    def new(self, tokens: int) -> Tensor:
-        return random(tokens, self.kv_heads, self.head_dim, dtype=self.dtype, generator=self.generator)
-
-    def block_slots(self, row: int, at: Tensor) -> Tensor:
-        size = self.block_size
-        return self.block_table[row, at // size].long() * size + at % size
-
-    def keep(self, row: int, head: int, count: int) -> Tensor:
-        """Random survivors, taken over into what attention is compared with."""
-        kept = torch.randperm(len(self.keys[row][head]), generator=self.generator)[:count].sort().values
-        self.keys[row][head] = self.keys[row][head][kept]
-        self.values[row][head] = self.values[row][head][kept]
-        return kept
-
-    def append(self, row: int, keys: Tensor, values: Tensor) -> None:
-        for head in range(self.kv_heads):
-            self.keys[row][head] = torch.cat((self.keys[row][head], keys[:, head]))
-            self.values[row][head] = torch.cat((self.values[row][head], values[:, head]))
-
-    def queries(self, tokens: int) -> Tensor:
-        shape = (tokens, self.kv_heads, self.group, self.head_dim)
-        return random(*shape, dtype=self.dtype, generator=self.generator)
-
-    def expected(self, row: int, queries: Tensor) -> Tensor:
-        heads = zip(queries.unbind(1), self.keys[row], self.values[row], strict=True)
-        return torch.stack([naive_attention(*head) for head in heads], dim=1)
-
-
 CASES = [
     # dtype, head_dim, block_size, kv_heads, group
     (torch.float32, 64, 32, 3, 3),
@@ -292,74 +238,31 @@ CaseArguments = tuple[torch.dtype, int, int, int, int]
 @pytest.mark.cross
 @pytest.mark.parametrize("arguments", CASES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 9])
-def test_ragged_compaction_is_attention_over_what_was_kept(arguments: CaseArguments, tokens: int) -> None:
-    """Every head its own count; folded, one table row per (request, head). Twice, with tokens before and between."""
-    lengths = torch.tensor([150, 97, 300])
-    case = Case(*arguments, lengths.tolist())
-    size, kv_heads, rows = case.block_size, case.kv_heads, len(lengths)
-    layout = PageLayout(torch.zeros(rows, 1, kv_heads, dtype=torch.long), *torch.zeros(3, rows, 1, dtype=torch.long))
-    for event in range(3):
-        queries = case.queries(rows * tokens)
-        batch = torch.arange(rows).repeat_interleave(tokens)
-        positions = (lengths[:, None] + torch.arange(tokens)).flatten()
-        new_keys, new_values = case.new(rows * tokens), case.new(rows * tokens)
-        held = entries(layout, lengths + tokens)
-        table = tables(layout, held, case.block_table, size, -(-int(held.max()) // size))
-        place = slots(layout, table, positions, batch, size)[0]
-        case.pages.write(new_keys.flatten(0, 1), new_values.flatten(0, 1), place)
-        for row in range(rows):
-            case.append(row, new_keys[batch == row], new_values[batch == row])
-        lengths = lengths + tokens
+def test_every_head_attends_to_its_own_entries(arguments: CaseArguments, tokens: int) -> None:
+    """One row of the table for each (request, head), over sub-pages in no order; again after entries were dropped."""
+    dtype, head_dim, size, kv_heads, group = arguments
+    generator, isa = seeded(head_dim + 7 * group + kv_heads), isa_of(dtype, size, head_dim)
+    rows, width = 3 * kv_heads, -(-360 // size)
+    table = torch.randperm(rows * width, generator=generator).view(rows, width)
+    cache = random(3 * width, kv_heads, size, 2 * head_dim, dtype=dtype, generator=generator)
+    pages = cpu_pages.CPUPages([cache], 0, isa)
+    held = [torch.empty(2, 0, head_dim, dtype=dtype)] * rows
 
-        # Requests of one head each: row by row, head by head, and the queries with them.
-        by_head = queries.unflatten(0, (rows, tokens)).transpose(1, 2)
-        output = official_attention(
-            by_head.flatten(0, 2),
-            *case.pages.folded,
-            table[:, 0].flatten(0, 1),
-            held[:, 0].flatten(),
-            torch.arange(rows * kv_heads + 1) * tokens,
-            case.isa,
-        )
-        for row, own in enumerate(output.view(by_head.shape).transpose(1, 2)):
-            assert close(own, case.expected(row, queries.unflatten(0, (rows, tokens))[row]))
+    def write(row: int, entries: Tensor, first: int) -> None:
+        at = torch.arange(first, first + entries.shape[1])
+        pages.write(*entries, table[row, at // size] * size + at % size)
 
-        # The middle request stays whole until the second event.
-        chosen = [0, 2] if event == 0 else [0, 1, 2]
-        layout = compact(case, layout, lengths, chosen)
-
-
-def compact(case: Case, layout: PageLayout, lengths: Tensor, chosen: list[int]) -> PageLayout:
-    """An event for some requests: random counts, entries moved from where they are to where the new layout has them."""
-    size = case.block_size
-    counts, length, first, _ = (part.clone() for part in layout)
-    for row in chosen:
-        now = PageLayout(*(part[row : row + 1] for part in layout))
-        held = entries(now, lengths[row : row + 1])
-        table = tables(now, held, case.block_table[row : row + 1], size, -(-int(held.max()) // size))[0, 0]
-        keys, values = case.pages.read(table)
-        kept = [
-            case.keep(row, head, min(n, count))
-            for head, n in enumerate(held[0, 0].tolist())
-            for count in torch.randint(0, 70, (1,), generator=case.generator).tolist()
-        ]
-        counts[row, 0] = torch.tensor([len(own) for own in kept])
-        length[row] = lengths[row]
-        need = int(blocks_needed(counts[row, 0], length[row, 0], size))
-        first[row] = -(-int(lengths[row]) // size) - need
-        assert first[row] >= now.first[0, 0]
-        new = PageLayout(*(part[row : row + 1] for part in (counts, length, first, torch.zeros_like(first))))
-        most = -(-int(new.counts.max()) // size)
-        places = tables(new, new.counts, case.block_table[row : row + 1], size, most)[0, 0].long()
-        at = torch.cat(
-            [
-                places[head, torch.arange(len(own)) // size] * size + torch.arange(len(own)) % size
-                for head, own in enumerate(kept)
-            ]
-        )
-        case.pages.write(
-            torch.cat([keys[head, own] for head, own in enumerate(kept)]),
-            torch.cat([values[head, own] for head, own in enumerate(kept)]),
-            at,
-        )
-    return PageLayout(counts, length, first, torch.zeros_like(first))
+    for _ in range(3):
+        for row, count in enumerate(torch.randint(tokens, 120, (rows,), generator=generator).tolist()):
+            new = random(2, count, head_dim, dtype=dtype, generator=generator)
+            write(row, new, held[row].shape[1])
+            held[row] = torch.cat([held[row], new], 1)
+        queries = random(rows, tokens, group, head_dim, dtype=dtype, generator=generator)
+        lengths, starts = torch.tensor([own.shape[1] for own in held]), torch.arange(rows + 1) * tokens
+        output = official_attention(queries.flatten(0, 1), *pages.folded, table, lengths, starts, isa)
+        for own, query, found in zip(held, queries, output.unflatten(0, (rows, tokens)), strict=True):
+            assert close(found, naive_attention(query, *own))
+        for row, most in enumerate(torch.randint(0, 70, (rows,), generator=generator).tolist()):
+            kept = torch.randperm(held[row].shape[1], generator=generator)[:most].sort().values
+            write(row, torch.stack(pages.read(table[row]))[:, kept], 0)
+            held[row] = held[row][:, kept]

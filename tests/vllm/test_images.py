@@ -11,21 +11,32 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    PreTrainedTokenizerFast,
+)
 
 import keepset
 from keepset import Recipe
+from tests.hf.models import tokenizer
 from tests.hf.pictures import picture
 from tests.vllm.compared import check_events
+from tests.vllm.conftest import SHAPE
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario, run
 from tests.vllm.late import Late
-from tests.vllm.pictured import save_pictured
 
 connector, requests = Late("keepset.vllm.connector"), Late("keepset.vllm.request_options")
 settings = Late("keepset.vllm.settings")
 TEXT = "the picture of a blue house beside a green hill. "
 PROMPTS = ((f"{TEXT}<image>{TEXT * 3}what.", 1), (f"<image>{TEXT * 2}and<image>{TEXT}more.", 2), (TEXT * 3, 0))
 """Words, and how many images they have."""
+SPECIAL = ("<global-img>", "<fake_token_around_image>", "<image>", "<end_of_utterance>")
+SIDE, PATCH = 32, 8
 IMAGE, PLAIN = "streaming_llm(keep=40, sinks=0, every=16, protect='image')", "snapkv(window=8, keep=40)"
 ASKED = [{"protect": "image"}, {"protect": ["text", [0, 2]]}, None]
 """The options of requests to an engine whose recipe protects nothing."""
@@ -33,7 +44,23 @@ ASKED = [{"protect": "image"}, {"protect": ["text", [0, 2]]}, None]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_pictured(tmp_path_factory.mktemp("pictured"))
+    """A tiny Idefics 3, which vLLM serves without further packages, with a processor and a tokenizer of letters."""
+    folder = tmp_path_factory.mktemp("pictured")
+    letters = PreTrainedTokenizerFast.from_pretrained(tokenizer("pictured"))
+    letters.add_special_tokens({"additional_special_tokens": ["<a>", "<b>", *SPECIAL]})  # letters have the first ids
+    layers = {"num_hidden_layers": 2, "initializer_range": 0.2}
+    text = SHAPE | layers | {"model_type": "llama", "hidden_size": 128, "vocab_size": 64, "pad_token_id": 0}
+    vision = layers | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    vision |= {"image_size": SIDE, "patch_size": PATCH}
+    token = letters.convert_tokens_to_ids("<image>")
+    own = {"image_token_id": token, "scale_factor": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = Idefics3Config(text_config=text, vision_config=vision, **own)
+    Idefics3ForConditionalGeneration(config).save_pretrained(folder)
+    side = {"longest_edge": SIDE}
+    images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    Idefics3Processor(images, letters, (SIDE // PATCH) ** 2 // 4).save_pretrained(folder)
+    return folder
 
 
 def asks(model: Path, extra: list[Any]) -> list[Ask]:

@@ -24,7 +24,7 @@ from keepset.vllm import contexts as served_contexts
 from keepset.vllm import request_options, stats
 from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, RequestOptions, from_signed, parse_options
 from tests.hf.damage import flipped
-from tests.vllm.asgi import call, text_of
+from tests.vllm.test_routes import call, text_of
 
 COMPLETIONS = "/v1/completions"
 

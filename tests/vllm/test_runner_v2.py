@@ -14,8 +14,8 @@ import pytest
 from tests.vllm.compared import CHUNKED, IDS, asks, check_oracle
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
-from tests.vllm.test_stages import check as check_stages
-from tests.vllm.test_stages import engine as of_stages
+from tests.vllm.test_processes import check as check_stages
+from tests.vllm.test_processes import of_stages
 from tests.vllm.test_tiny import ENGINE, EQUAL, FROM_DATA, LIFE, RAGGED, UNDISTURBED
 
 pytestmark = pytest.mark.full

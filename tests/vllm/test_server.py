@@ -1,22 +1,23 @@
 """Servers with contexts, saves, a recipe, and API keys or none, asked over HTTP.
 
 Nothing that is forged is done, nothing that is wrong ends a request with an error of the server's or the server itself,
-and after each an ordinary request is answered; see `tests.vllm.forgery`.
+and after each an ordinary request is answered; see `tests.vllm.forgery`. A signal while vLLM starts ends
+`keepset serve` and all that it has started.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
-import json
 import os
-import random
 import re
+import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from keepset.lab.server_process import ServerProcess
+from keepset.lab.server_process import ServerProcess, free_port
 from keepset.vllm.stats import COUNTERS
 from tests.vllm.forgery import Proof, prove, server_of
+from tests.vllm.processes import ROOT, SPARING
+from tests.vllm.served import OPTIONS
 
 pytestmark = pytest.mark.full
 
@@ -35,7 +38,6 @@ Running = tuple[ServerProcess, httpx.Client, Path]
 Ask = Any
 DEPLOY = Path(__file__).parents[2] / "deploy"
 STEPS = 40
-REQUESTS, AT_ONCE = 80, 40
 OPEN = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
@@ -161,50 +163,13 @@ def test_a_prompt_of_tokens_goes_on(ask: Ask) -> None:
     assert ask("/v1/contexts")["tokens"] == 2
 
 
-async def one(client: httpx.AsyncClient, rng: random.Random, gate: asyncio.Semaphore) -> bool:
-    """Sends a request; either reads its whole answer and checks its length, or hangs up on the way."""
-    prompt, tokens = rng.randint(1, 250), rng.randint(1, 120)
-    hang_up = rng.choice([None, None, None, None, 0, rng.randint(1, tokens)])
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "prompt": [rng.randrange(3, 49000) for _ in range(prompt)],
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    async with gate:
-        seen = 0
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200
-            async for line in answer.aiter_lines():
-                if hang_up is not None and seen >= hang_up:
-                    return False
-                data = line.removeprefix("data: ")
-                if line.startswith("data: {"):
-                    seen += 1
-                    usage = json.loads(data).get("usage")
-                    if usage:
-                        assert usage["completion_tokens"] == tokens
-                        assert usage["prompt_tokens"] == prompt
-                elif data == "[DONE]":
-                    return True
-    raise AssertionError("an answer ended early")
-
-
-async def soak(url: str) -> int:
-    """The number of answers that were read whole."""
-    rng, gate = random.Random(1), asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=AT_ONCE)) as client:
-        return sum(await asyncio.gather(*(one(client, rng, gate) for _ in range(REQUESTS))))
-
-
-def test_a_server_loses_no_page_and_no_answer(without_keys: Running) -> None:
-    """Under random load: lengths, closed connections, preemptions."""
+def test_who_hangs_up_leaves_nothing(without_keys: Running) -> None:
     server, client, _ = without_keys
-    answered = asyncio.run(soak(server.url))
-    assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some hung up"
+    body = {"model": "tiny", "prompt": list(range(300, 400)), "max_tokens": 250, "ignore_eos": True, "stream": True}
+    for number in range(4):
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            for line, _ in zip(answer.iter_lines(), range(40 * number + 1), strict=False):
+                assert not line or line.startswith("data: {")
     for _ in range(60):
         sums: Counter[str] = Counter()
         for family in text_string_to_metric_families(client.get("/metrics").text):
@@ -215,5 +180,56 @@ def test_a_server_loses_no_page_and_no_answer(without_keys: Running) -> None:
         time.sleep(0.5)
     server.check()
     assert left == [0, 0, 0] and {f"vllm:{name}" for name in OPEN} <= {*sums}
-    assert min(sums[f"keepset:{name}_total"] for name in ("events", "blocks_freed", "entries_dropped")) > 60
-    assert sums["keepset:seconds_total"] > 0
+    assert min(sums[f"keepset:{name}_total"] for name in ("events", "blocks_freed", "entries_dropped", "seconds")) > 0
+
+
+PATIENCE = 300.0
+MARK = "KEEPSET_TEST_OF_SIGNALS"
+
+
+def living(mark: str) -> list[int]:
+    """Return the processes that have this in their environments, other than those that are dead and not yet buried."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            marked = f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes()
+            if marked and (folder / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+@contextmanager
+def starting(model: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A `keepset serve` that has just been started."""
+    words = ["serve", str(model), "--recipe", "snapkv(window=8, keep=40, every=24)", "--port", str(free_port())]
+    more = {**SPARING, MARK: str(log), "PYTHONPATH": str(ROOT)}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "keepset", *words, *OPTIONS],
+            env=os.environ | more,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            for pid in living(str(log)):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_signal_ends_all_that_was_started(tiny_and_tokenizer: Path, tmp_path: Path) -> None:
+    logs = [tmp_path / name for name in ("launcher", "engine")]
+    with starting(tiny_and_tokenizer, logs[0]) as early, starting(tiny_and_tokenizer, logs[1]) as late:
+        # Supervisor and launcher come first, then an engine's processes, for which the launcher waits.
+        for process, log, count, number in ((early, logs[0], 2, signal.SIGINT), (late, logs[1], 4, signal.SIGTERM)):
+            until = time.monotonic() + PATIENCE
+            while len(living(str(log))) < count:
+                assert time.monotonic() < until and process.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.1)
+            time.sleep(1.0)
+            process.send_signal(number)
+            assert process.wait(60) != 0 and not living(str(log))

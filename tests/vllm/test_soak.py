@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import keepset
 from tests.hf.damage import flipped
 from tests.vllm.compared import IDS
-from tests.vllm.contexts import going_on, question, serving, write
+from tests.vllm.contexts import question, serving, write
 from tests.vllm.engine import Ask, Result, Scenario, run, sealed
 from tests.vllm.late import Late
 
@@ -26,13 +26,12 @@ owned = Late("keepset.vllm.contexts")
 
 REQUESTS = int(os.environ.get("KEEPSET_SOAK", "200"))
 TENANTS = ["1" * 32, "2" * 32]
-ONCE, EVERY = "adakv(snapkv(window=8), keep=48)", "snapkv(window=8, keep=40, every=8)"
+ONCE = "adakv(snapkv(window=8), keep=48)"
 STEADY = {
     "uniform": "snapkv(window=8, keep=40)",
     "ragged": "adakv(snapkv(window=8), keep=0.3)",
     "biased": "match(pool(knorm), keep=0.3)",
 }
-GOING = {"whole": 128, "short": 40, "long": 190}
 ANSWER = 6
 CHATS, TURNS = 3, 3
 
@@ -171,27 +170,6 @@ def check(
             if engine.preemptions[index] == 0 and tokens:
                 assert any(tokens == answer[: len(tokens)] for answer in turn.answers[: None if saved else 1])
     assert gone_on > REQUESTS // 20 and served > REQUESTS // 20
-
-
-@torch.no_grad()
-def test_branches_leave_what_they_share_alone(tiny: Path, tiny_model: PreTrainedModel, tmp_path: Path) -> None:
-    draw = random.Random(1)
-    for name, tokens in GOING.items():
-        write(tmp_path, tiny_model, name, EVERY, tokens)
-    write(tmp_path, tiny_model, "still", STEADY["uniform"], 150)
-    some = []
-    for number in range(REQUESTS // 2):
-        extra = draw.choice([None, *({"keepset": {"context": name}} for name in [*GOING, "still"])])
-        ids = question(draw.randrange(9), draw.choice([1, 20, 70]))
-        some.append(Ask(ids, draw.randrange(1, 20), add=number, abort=aborted(draw, number), extra=extra))
-    (engine,) = run(scenario(tiny, tmp_path, EVERY, some))
-    engine.check_nothing_left()
-    for index, one in enumerate(some):
-        tokens = engine.tokens[index] or []
-        assert one.abort is not None or len(tokens) == one.max_tokens
-        if one.extra == {"keepset": {"context": "still"}} and tokens:
-            path = tmp_path / f"{one.extra['keepset']['context']}.safetensors"
-            assert going_on(tiny_model, path, one.ids, tokens, engine.steps_of(index)) == tokens
 
 
 LOAD = REQUESTS * 3 // 10
