@@ -359,10 +359,8 @@ class Oracle:
     current: Oracle
     """The one whose masks the attention function below applies."""
 
-    def __init__(self, cache: keepset.Cache | None, mask: Tensor, requests: list[int] | None = None) -> None:
+    def __init__(self, cache: keepset.Cache | None, mask: Tensor) -> None:
         self.mask = mask.bool()
-        self.requests = range(len(mask)) if requests is None else requests
-        """Which request of the compressed batch each row was."""
         self.event = cache.events[0] if cache is not None and cache.events else None
         self.stored: dict[int, dict[str, Tensor]] = {}
         """Of layers whose entries were changed their columns, `[requests, kv_heads, entries, ...]`, and which exist."""
@@ -391,11 +389,11 @@ class Oracle:
         causal = (distance >= 0) & (distance < (n if window is None else window))
         visible = (causal & self.mask[:, None]).unsqueeze(1).repeat(1, heads, 1, 1)
         if self.event is not None and layer in self.event.keep_set.layers:
-            for b, request in enumerate(self.requests):
+            for b in range(len(self.mask)):
                 tokens = self.mask[b].nonzero()[:, 0]
                 for h in range(heads):
                     dropped = at < self.event.length
-                    dropped[tokens[self.event.keep_set.positions(layer, request, h)]] = False
+                    dropped[tokens[self.event.keep_set.positions(layer, b, h)]] = False
                     visible[b, h, self.event.length :] &= ~dropped
         # Padding sees itself: nobody looks at it, but a softmax over nothing is NaN.
         return visible | (~self.mask[:, None, :, None] & (distance == 0))
@@ -405,14 +403,14 @@ class Oracle:
         keys, values, biases = keys.clone(), values.clone(), torch.zeros_like(values[..., 0], dtype=torch.float32)
         if layer in self.stored and self.event is not None:
             stored = self.stored[layer]
-            for b, request in enumerate(self.requests):
+            for b in range(len(self.mask)):
                 tokens = self.mask[b].nonzero()[:, 0]
                 for h in range(values.shape[1]):
-                    exists = stored["exists"][request, h]
-                    at = tokens[stored["positions"][request, h][exists].long()]
-                    keys[b, h, at] = stored["keys"][request, h][exists]
-                    values[b, h, at] = stored["values"][request, h][exists]
-                    biases[b, h, at] = stored["bias"][request, h][exists] if "bias" in stored else 0.0
+                    exists = stored["exists"][b, h]
+                    at = tokens[stored["positions"][b, h][exists].long()]
+                    keys[b, h, at] = stored["keys"][b, h][exists]
+                    values[b, h, at] = stored["values"][b, h][exists]
+                    biases[b, h, at] = stored["bias"][b, h][exists] if "bias" in stored else 0.0
         return keys, values, biases
 
 

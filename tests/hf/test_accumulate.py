@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import keepset
+from keepset.core.budget import Budget
 from keepset.core.feature import Needs
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.core.features.moments import HiddenMoments, QueryMoments
@@ -18,8 +19,19 @@ from keepset.core.features.runtime_features import OutputProjection, RecentQueri
 from keepset.core.observation import Observation
 from keepset.hf.model_support import output_projection
 from keepset.hf.prompt_session import Recorder
+from keepset.methods.window import TOVA
 from tests.hf.looking import looking, shown
-from tests.hf.models import ARCHITECTURES, PLAIN, generate, hidden_states, padded_prompt, prompt, rotated, tiny
+from tests.hf.models import (
+    ARCHITECTURES,
+    PLAIN,
+    generate,
+    hidden_states,
+    padded_prompt,
+    prompt,
+    rotated,
+    same_keep_set,
+    tiny,
+)
 from tests.methods.naive import MAX, SUM
 
 LENGTH, WINDOW, FUTURE = 36, 8, 5
@@ -281,3 +293,61 @@ def test_an_event_sees_the_layers_own_weights(text: str) -> None:
     for index, layer in enumerate(model.model.layers):
         assert torch.equal(seen[index].flatten(0, 1), layer.self_attn.o_proj.weight.t())
     assert all(seen[0] is not other for other in list(seen.values())[1:])
+
+
+# --- observers of a cache
+
+
+@dataclass(frozen=True)
+class Counting(TOVA):
+    """Counts, in its state, the events that each entry has lived through."""
+
+    name: ClassVar[str] = "counting"
+
+    def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
+        return {"seen": observation.state.get("seen", torch.zeros_like(scores)) + 1}
+
+
+@dataclass(frozen=True)
+class Together(Counting):
+    """Decides for all layers at once."""
+
+    name: ClassVar[str] = "together"
+    traits = replace(TOVA.traits, across_layers=True)
+
+
+@pytest.mark.parametrize("method", [Counting(), Together()], ids=["layer by layer", "across layers"])
+def test_observer_sees_what_the_method_saw(method: TOVA) -> None:
+    model, ids = tiny("llama"), prompt(2, 20)
+    recipe = keepset.Recipe.of(method, keep=12, every=5)
+    told: list[tuple[Observation, keepset.KeepSet]] = []
+
+    def observer(observation: Observation, budget: Budget, keep_set: keepset.KeepSet) -> None:
+        assert budget == recipe.budget
+        told.append((observation, keep_set))
+
+    cache = keepset.Cache(model, recipe, history=True, observer=observer)
+    tokens: Any = generate(model, ids, cache, max_new_tokens=12).sequences
+    layers = cache.compressed_layers
+    assert [event.length for event in cache.events] == [20, 25, 30]
+    assert [observation.layer for observation, _ in told] == list(layers) * 3
+    for number, event in enumerate(cache.events):
+        part = told[number * len(layers) : (number + 1) * len(layers)]
+        for layer, (observation, keep_set) in zip(layers, part, strict=True):
+            assert observation.lengths.tolist() == [event.length] * 2
+            kept = keep_set.layer(layer).to_record()
+            assert event.keep_set is not None
+            assert same_keep_set(keepset.KeepSet([kept]), keepset.KeepSet([event.keep_set.layer(layer)]))
+            # As it was before the event: what is new has no number yet.
+            state = observation.state.get("seen")
+            if number == 0:
+                assert state is None
+            else:
+                assert state is not None and int(state.max()) == number
+                assert observation.keys.shape[2] == 17
+
+    alone = keepset.Cache(model, recipe, history=True)
+    assert torch.equal(generate(model, ids, alone, max_new_tokens=12).sequences, tokens)
+    for a, b in zip(alone.events, cache.events, strict=True):
+        assert a.keep_set is not None and b.keep_set is not None
+        assert same_keep_set(a.keep_set, b.keep_set)

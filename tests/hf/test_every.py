@@ -277,7 +277,6 @@ class Habit(Method):
         return {"worth": scores, "age": observation.state.get("age", torch.zeros_like(scores)) + 1}
 
 
-NEAR = "expected_attention(future=8, skip=2, buffer=11)"
 SEGMENTS = "window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6"
 RECIPES = {
     name: keepset.Recipe.parse(text)

@@ -37,15 +37,11 @@ from tests.tiers import FULL
 LENGTH, PADDING, NEW = 40, [0, 7], 4
 COMPRESSED = [name for name in ARCHITECTURES if name != "mistral_window"]
 """All but the one that has nothing but sliding windows, which bound themselves."""
-LIKE_LLAMA = ("llama_deep", "llama_shallow", "llama_mha", "qwen2", "phi3", "mistral", "olmo2", "qwen3_moe")
-"""Those that get their positions and masks as Llama does."""
 
 # One layer is too few for heads to be sure to differ.
 by_architecture = pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "llama_shallow"])
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 by_method = pytest.mark.parametrize("method", keepset.METHODS)
-of_two_models = pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-of_rotations = pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma4", "ministral3", "phi"])
 KINDS = ["knorm", "snapkv", "h2o", "expected_attention", "second_pass", "gvote"]
 KINDS += ["adakv", "pyramid", "pool", "ams", "match", "quantized"]
 """Of everything that methods look at, of every layout, and of what is done to entries, one."""
@@ -59,10 +55,10 @@ def full_tokens(architecture: str, padded: bool) -> Tensor:
     return full(tiny(architecture), ids, mask, max_new_tokens=NEW).sequences
 
 
-def compressed(architecture: str, text: Any, padding: list[int], **options: Any) -> tuple[keepset.Cache, Any]:
+def compressed(architecture: str, text: Any, padding: list[int]) -> tuple[keepset.Cache, Any]:
     ids, mask = padded_prompt(padding, LENGTH)
     cache = keepset.Cache(tiny(architecture), text)
-    return cache, generate(tiny(architecture), ids, cache, mask, max_new_tokens=NEW, **options)
+    return cache, generate(tiny(architecture), ids, cache, mask, max_new_tokens=NEW)
 
 
 SOME = [
@@ -97,7 +93,7 @@ def test_keeping_all_changes_nothing(architecture: str, layout: str) -> None:
 @pytest.mark.full
 @pytest.mark.spread
 @pytest.mark.parametrize("method", [name for name in keepset.METHODS if name != "quantized"])  # which rounds
-@of_two_models
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @padded_or_not
 def test_keeping_all_changes_nothing_for_any_method(architecture: str, method: str, padding: list[int]) -> None:
     for keep in (1.0, 100):
@@ -123,7 +119,7 @@ def test_dropped_entries_are_as_if_masked(architecture: str, layout: str, paddin
 
 @pytest.mark.spread
 @by_method
-@of_rotations
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma4", "ministral3", "phi"])  # that rotate in other ways
 @padded_or_not
 def test_dropped_entries_are_as_if_masked_for_any_method(architecture: str, method: str, padding: list[int]) -> None:
     keeps = (12, 0.3)

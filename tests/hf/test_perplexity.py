@@ -82,17 +82,11 @@ def test_callers_get_the_logits_that_they_asked_for(asked: Any, side: str) -> No
     check(model, ids, mask)
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 9])
-def test_short_prompts(length: int) -> None:
+@pytest.mark.parametrize(("length", "scale"), [(1, 1.0), (2, 1.0), (8, 1.0), (9, 1.0), (LENGTH, 0.25)])
+def test_short_prompts_and_logits_that_the_model_scales(length: int, scale: float) -> None:
     """Nothing foretells the first token."""
-    model, ids = tiny("llama"), prompt(2, length)
-    generate(model, ids, cache_of(model), max_new_tokens=1)
-    check(model, ids, torch.ones_like(ids))
-
-
-def test_logits_that_the_model_scales_are_scaled() -> None:
-    model, ids = copy.deepcopy(tiny("llama")), prompt(1, LENGTH)
-    model.lm_head.register_forward_hook(lambda module, args, output: output * 0.25)
+    model, ids = copy.deepcopy(tiny("llama")), prompt(2, length)
+    model.lm_head.register_forward_hook(lambda module, args, output: output * scale)
     generate(model, ids, cache_of(model), max_new_tokens=1)
     check(model, ids, torch.ones_like(ids))
 

@@ -16,7 +16,7 @@ import keepset
 from keepset.core.tables import save
 from tests.core.test_tables import random_tables
 from tests.hf.models import generate, prompt, same_keep_set, tiny
-from tests.hf.test_compilerkv import shape_of
+from tests.hf.test_statistics import shape_of
 
 COMPILED = "compilerkv(tables={tables!r}, window=5, elastic=True, keep=12)"
 RECIPES = (
