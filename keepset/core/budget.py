@@ -19,6 +19,18 @@ from keepset.kernels.dispatch import upload
 Ranges = tuple[tuple[int, int], ...]
 """Ranges of tokens: the first token of each, and the one after its last."""
 
+IMAGE, TEXT = KINDS = ("image", "text")
+"""Kinds of tokens that `protect` can name."""
+
+LIMIT = 2**63
+"""Numbers of tokens must be below this: it is more than an int64 tensor can hold."""
+
+KEEP_HELP = "use a fraction in (0, 1] such as 0.25, or a whole number of entries from 1 such as 512"
+"""The explanation of `keep` in errors."""
+
+BYTES_HELP = "use a share of the bytes of a full 16-bit cache, in (0, 1], such as 0.25"
+"""The explanation of `bytes` in errors."""
+
 
 @dataclass(frozen=True, eq=False)
 class Budget:
@@ -305,16 +317,3 @@ def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape
     """Return each number times a share from 0 to 1, rounded down."""
     # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
     return (counts.double() * share + 1e-9).floor().long()
-
-
-IMAGE, TEXT = KINDS = ("image", "text")
-"""Kinds of tokens that `protect` can name."""
-
-LIMIT = 2**63
-"""Numbers of tokens must be below this: it is more than an int64 tensor can hold."""
-
-KEEP_HELP = "use a fraction in (0, 1] such as 0.25, or a whole number of entries from 1 such as 512"
-"""The explanation of `keep` in errors."""
-
-BYTES_HELP = "use a share of the bytes of a full 16-bit cache, in (0, 1], such as 0.25"
-"""The explanation of `bytes` in errors."""

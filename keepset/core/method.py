@@ -24,6 +24,14 @@ from keepset.core.sizes import Sizes
 from keepset.core.traits import Traits, combine
 from keepset.errors import KeepsetError, RecipeError
 
+_ARTICLES: dict[Any, str] = {
+    int: "a whole number",
+    int | None: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text in quotes",
+}
+
 
 def parameter(
     default: Any,
@@ -269,15 +277,6 @@ class Allocator(Method):
 def _kinds(method: type[Method]) -> dict[str, Any]:
     """Return the types of a method's parameters; cached, because resolving them is the slowest part of making one."""
     return get_type_hints(method)
-
-
-_ARTICLES: dict[Any, str] = {
-    int: "a whole number",
-    int | None: "a whole number",
-    float: "a number",
-    bool: "True or False",
-    str: "a text in quotes",
-}
 
 
 def _range(low: int | float | None, high: int | float | None) -> str:

@@ -25,6 +25,12 @@ from keepset.kernels.predictor import Networks, entry_codes
 from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
+_AT_ONCE = 2**24
+"""The most numbers of keys that are read at a time, unless one head has more: 64 MiB in float32."""
+
+BIAS = "bias"
+"""The name of the one remembered number per entry that attention reads too: it is added to the logits."""
+
 
 @dataclass(frozen=True, eq=False, init=False)
 class Observation:
@@ -456,10 +462,3 @@ class LazyObservation(Observation):
     @cached_property
     def values(self) -> Float[Tensor, "batch kv_heads entries value_dim"]:  # type: ignore[override]
         return self.values_of(slice(None))
-
-
-_AT_ONCE = 2**24
-"""The most numbers of keys that are read at a time, unless one head has more: 64 MiB in float32."""
-
-BIAS = "bias"
-"""The name of the one remembered number per entry that attention reads too: it is added to the logits."""

@@ -30,6 +30,9 @@ _FILE = TensorFile(
     damaged="{path} is damaged: compile its tables again.",
 )
 
+_TYPES = dict.fromkeys(("weights", "gate", "entropy_edges", "perplexity_edges"), torch.float32)
+_TYPES |= dict.fromkeys(("budgets", "counts"), torch.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class Tables:
@@ -121,10 +124,6 @@ def save(tables: Tables, path: Path) -> None:
     shape = {"format": FORMAT, "layers": layers, "query_heads": heads}
     tensors = {name: getattr(tables, name).contiguous() for name in _TYPES}
     _FILE.write(path, tensors, {**tables.provenance, **shape})
-
-
-_TYPES = dict.fromkeys(("weights", "gate", "entropy_edges", "perplexity_edges"), torch.float32)
-_TYPES |= dict.fromkeys(("budgets", "counts"), torch.int64)
 
 
 @lru_cache(maxsize=4)

@@ -8,6 +8,12 @@ from keepset.core.feature import Needs
 from keepset.core.features.runtime_features import EntryBiases
 from keepset.core.keep_set import Layout
 
+FULL_BYTES = 2
+"""Bytes of a number in a full 16-bit cache, of which `Budget.bytes` is a share."""
+
+COLUMN_BYTES = 4
+"""Bytes of a number that an entry has beside key and value: its position, and each of `state_names`."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -111,10 +117,3 @@ def combine(outer: Traits, inner: Traits) -> Traits:
         value_bits=min(inner.value_bits, outer.value_bits),
         extra_bytes=inner.extra_bytes + outer.extra_bytes,
     )
-
-
-FULL_BYTES = 2
-"""Bytes of a number in a full 16-bit cache, of which `Budget.bytes` is a share."""
-
-COLUMN_BYTES = 4
-"""Bytes of a number that an entry has beside key and value: its position, and each of `state_names`."""

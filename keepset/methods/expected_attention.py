@@ -20,6 +20,8 @@ from keepset.core.traits import Traits
 from keepset.kernels.dispatch import CACHE_BLOCK, DEVICE_BLOCK
 from keepset.kernels.softmax import normalised
 
+_PARTS = 4
+
 
 @dataclass(frozen=True)
 class ExpectedAttention(Method):
@@ -102,9 +104,6 @@ class ExpectedAttention(Method):
             measured.covariance,
             lambda rows, future: measured.rotate(rows, positions_ahead(lengths, future)),
         )
-
-
-_PARTS = 4
 
 
 def _expected_logits(

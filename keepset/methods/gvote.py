@@ -23,6 +23,10 @@ from keepset.kernels.dispatch import upload
 from keepset.kernels.softmax import normalised
 from keepset.methods.positions import normal, stream
 
+_LARGEST = torch.finfo(torch.float32).max
+_BLOCK = 2**23
+"""The most logits of a request at a time; independent of the batch, because other blocks would round differently."""
+
 
 @dataclass(frozen=True)
 class GVote(Method):
@@ -128,9 +132,3 @@ def query_logits(
     )
     logits = observation.softmax.capped(logits).nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
     return logits.masked_fill(~observation.valid[:, :, None], float("-inf")).unflatten(2, queries.shape[2:4])
-
-
-_LARGEST = torch.finfo(torch.float32).max
-
-_BLOCK = 2**23
-"""The most logits of a request at a time; independent of the batch, because other blocks would round differently."""

@@ -17,6 +17,10 @@ from keepset.core.traits import Traits
 from keepset.errors import RecipeError
 from keepset.kernels.columns import ColumnStatistic
 
+_WEIGHT = 0.5
+_COLUMN = {"max": ColumnStatistic.MAX, "mean": ColumnStatistic.SUM, "rms": ColumnStatistic.SQUARE}
+"""The column statistic that is streamed for each `statistic`."""
+
 
 @dataclass(frozen=True)
 class SecondPassAttention(Method):
@@ -93,12 +97,7 @@ class SecondPassAttention(Method):
         return torch.sqrt(mean) if self.statistic == "rms" else mean
 
 
-_COLUMN = {"max": ColumnStatistic.MAX, "mean": ColumnStatistic.SUM, "rms": ColumnStatistic.SQUARE}
-"""The column statistic that is streamed for each `statistic`."""
-
-
 _SECOND_PASS = SecondPassAttention(statistic="rms", chunk=0)
-_WEIGHT = 0.5
 
 
 @dataclass(frozen=True)
