@@ -13,7 +13,7 @@ from tests.tiers import examples
 
 
 class Tokenizer:
-    """A token per word, and one that begins every text where there is such a one."""
+    """A token per number, and one that begins every text where there is such a one."""
 
     def __init__(self, bos: int | None = None) -> None:
         self.bos_token_id, self.bos_token = bos, None if bos is None else "<s>"
@@ -21,6 +21,9 @@ class Tokenizer:
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
         begin = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
         return {"input_ids": [*begin, *(int(word) for word in text.split())]}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(str(int(number)) for number in ids)
 
 
 def words(first: int, count: int) -> str:

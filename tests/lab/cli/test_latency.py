@@ -12,7 +12,7 @@ LATENCY = ("bench", "latency", "--prompt-tokens", "32,64", "--output-tokens", "3
 pytestmark = pytest.mark.usefixtures("tiny", "text")
 
 
-def test_table_and_json(run: Run) -> None:
+def test_table_and_json_and_a_recipe_that_cannot_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     files = ("--text", "text", "--json", "a.json")
     done = run(*LATENCY, "--recipes", "tova(keep=20), knorm(keep=20)", *files)
     assert (done.code, done.err) == (0, "figures: a.json\n")
@@ -24,9 +24,6 @@ def test_table_and_json(run: Run) -> None:
     result = json.loads(Path("a.json").read_text())
     assert result["rounds"] == 2 and len(result["rows"]) == 6
     assert all(len(row["rounds"]) == 2 and row["error"] is None for row in result["rows"])
-
-
-def test_one_token_has_no_rate_and_a_recipe_that_cannot_run_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--prompt-tokens", "32", "--output-tokens", "1", "--rounds", "1", "--json", "a", "--text", "text")
     done = run("bench", "latency", *words, "--recipes", "tova(keep=9)")
     assert done.code == 0

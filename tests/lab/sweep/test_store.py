@@ -172,7 +172,7 @@ def test_reads_where_it_must_not_write(path: Path, monkeypatch: pytest.MonkeyPat
     ("change", "said"),
     [
         ({"--mode": "agnostic", "--temperature": 0.5}, "(--mode: prompt, not agnostic; --temperature: 0.0, not 0.5)"),
-        ({"--limit": 20, "weights": "f" * 64}, f"(weights: 0a1b, not {'f' * 37}...; --limit: none, not 20)"),
+        ({"weights": "f" * 64, "--limit": 20}, f"(weights: 0a1b, not {'f' * 37}...; --limit: none, not 20)"),
     ],
 )
 def test_another_configuration_is_refused(path: Path, change: dict[str, Any], said: str) -> None:
