@@ -37,6 +37,12 @@ _ENTRIES = ("keys", "values", "positions", "key_scale", "value_scale")
 _PATIENCE = 0.01
 """Seconds for which a step without tokens waits for files, so that the engine's idle loop leaves time for reading."""
 
+_BIASED = "match(streaming_llm, keep=1.0)"
+"""The recipe of a file whose entries have biases and are compressed no further."""
+
+_LOST = "lost"
+"""The column in which a rank says why it has no entries of a request."""
+
 ContextColumns = dict[str, Tensor]
 """The columns of a context's entries, packed layer after layer and head after head."""
 
@@ -164,10 +170,6 @@ class ContextLoader:
         self._done.add(job.request)
 
 
-_BIASED = "match(streaming_llm, keep=1.0)"
-"""The recipe of a file whose entries have biases and are compressed no further."""
-
-
 def at_rest(recipe: str | None, answered: bool) -> str:
     """Return the recipe of a saved file: all tokens so far count as its prompt, which is not compressed again.
 
@@ -264,9 +266,6 @@ class ContextSaver:
                 for columns, bias in zip(layers.values(), biases, strict=True):
                     columns[BIAS] = bias
         context_files.save_entries(job.path, recipe, job.model, job.fingerprint, job.tokens, layers)
-
-
-_LOST = "lost"
 
 
 def _packed(part: dict[int, context_files.Columns] | str) -> Tensor:

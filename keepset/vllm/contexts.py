@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+logger = logging.getLogger(__name__)
+
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FOLDER = "saved"
@@ -151,9 +153,6 @@ def check_save(limit: int | None, name: str, objection: str = "") -> None:
         )
     if objection:
         raise KeepsetError(f"A request that is saved is {objection}.")
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

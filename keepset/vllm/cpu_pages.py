@@ -165,6 +165,58 @@ def _pack(
     ops.cpu_attn_reshape_and_cache(*new, key_cache, value_cache, slots, isa)
 
 
+def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
+    """Write keys and values, `[n, head_dim]`, in the cache's format to slots of the layer."""
+    rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
+    pages.write(*rows, slots)
+
+
+def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, softmax: Softmax) -> None:
+    """Compute the attention of each head over its own entries, with biases if entries have them.
+
+    Args:
+        step: the step, in which heads have their own pages.
+        place: the layer's index in the group.
+        pages: the layer's cache.
+        query: queries of the step, `[tokens, query_heads, head_dim]`.
+        output: of the same shape; written to.
+        softmax: the layer's softmax; its sinks are `[query_heads]`.
+    """
+    ragged, bias, size = step.plan.ragged, step.group.columns.bias, pages.block_size
+    assert ragged is not None and ragged.tokens is not None
+    rows, layout = ragged.tokens.rows, ragged.of_layer(place)
+    if rows is not None and len(rows.unique()) < len(rows):
+        group = ragged.group._replace(places=range(place, place + 1))
+        read = partial(decoded_entries, pages)
+        attend_pages(query, read, size, ragged.tokens, layout, group, softmax, output, bias)
+        return
+    per_head = step.per_head
+    batch, buffer, kv_heads = per_head.batch(place), per_head.output_buffer(output), layout.counts.shape[2]
+    tables, lengths = batch.block_table, batch.seq_lens
+    counts = layout.counts[: len(lengths) // kv_heads] if rows is None else layout.counts[rows]
+    before = place * pages.slots // size  # sub-pages of the layers before, from which on tables count
+
+    def biases(heads: Int[Tensor, " some"], entries: int) -> Float[Tensor, "some entries"]:
+        """Return the biases of some heads' first entries; entries since the event have none."""
+        assert bias is not None
+        entry = torch.arange(entries)
+        slots = tables[heads][:, entry // size].long() * size + entry % size
+        return bias.view(-1)[slots].where(entry < counts.flatten()[heads, None], 0)
+
+    attend_heads(
+        per_head.split(query),
+        lambda own: pages.read(own - before),
+        tables,
+        lengths,
+        size,
+        softmax.by_query_group(len(lengths) // kv_heads, kv_heads),
+        buffer,
+        pages.format,
+        None if bias is None else biases,
+    )
+    per_head.merge(buffer, output)
+
+
 @dataclass
 class RowsMetadata:
     """A step of requests whose heads all have the same entries, at the places of vLLM's block tables.
@@ -281,58 +333,6 @@ class RowsImpl:
                 output,
             )
         return output
-
-
-def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
-    """Write keys and values, `[n, head_dim]`, in the cache's format to slots of the layer."""
-    rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
-    pages.write(*rows, slots)
-
-
-def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, softmax: Softmax) -> None:
-    """Compute the attention of each head over its own entries, with biases if entries have them.
-
-    Args:
-        step: the step, in which heads have their own pages.
-        place: the layer's index in the group.
-        pages: the layer's cache.
-        query: queries of the step, `[tokens, query_heads, head_dim]`.
-        output: of the same shape; written to.
-        softmax: the layer's softmax; its sinks are `[query_heads]`.
-    """
-    ragged, bias, size = step.plan.ragged, step.group.columns.bias, pages.block_size
-    assert ragged is not None and ragged.tokens is not None
-    rows, layout = ragged.tokens.rows, ragged.of_layer(place)
-    if rows is not None and len(rows.unique()) < len(rows):
-        group = ragged.group._replace(places=range(place, place + 1))
-        read = partial(decoded_entries, pages)
-        attend_pages(query, read, size, ragged.tokens, layout, group, softmax, output, bias)
-        return
-    per_head = step.per_head
-    batch, buffer, kv_heads = per_head.batch(place), per_head.output_buffer(output), layout.counts.shape[2]
-    tables, lengths = batch.block_table, batch.seq_lens
-    counts = layout.counts[: len(lengths) // kv_heads] if rows is None else layout.counts[rows]
-    before = place * pages.slots // size  # sub-pages of the layers before, from which on tables count
-
-    def biases(heads: Int[Tensor, " some"], entries: int) -> Float[Tensor, "some entries"]:
-        """Return the biases of some heads' first entries; entries since the event have none."""
-        assert bias is not None
-        entry = torch.arange(entries)
-        slots = tables[heads][:, entry // size].long() * size + entry % size
-        return bias.view(-1)[slots].where(entry < counts.flatten()[heads, None], 0)
-
-    attend_heads(
-        per_head.split(query),
-        lambda own: pages.read(own - before),
-        tables,
-        lengths,
-        size,
-        softmax.by_query_group(len(lengths) // kv_heads, kv_heads),
-        buffer,
-        pages.format,
-        None if bias is None else biases,
-    )
-    per_head.merge(buffer, output)
 
 
 class RowsMixin(CompressedAttentionImpl):

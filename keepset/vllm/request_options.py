@@ -22,44 +22,6 @@ SIGNING_KEY = "KEEPSET_SIGNING_KEY"
 """The environment variable that holds the key."""
 
 
-def new_key() -> str:
-    """Return a key for one start of a server."""
-    return secrets.token_hex(32)
-
-
-def has_key() -> bool:
-    """Return whether this process has a key."""
-    return bool(os.environ.get(SIGNING_KEY))
-
-
-def signed(text: str) -> str:
-    """Return a text with its signature in front."""
-    return f"{_signature(text)} {text}"
-
-
-def verified(value: Any) -> str:
-    """Return the text that `signed` has signed.
-
-    Args:
-        value: the value that reached the engine; anything but a signed text is refused.
-
-    Raises:
-        KeepsetError: it is something else, or the signature was made with another key.
-    """
-    signature, _, text = value.partition(" ") if isinstance(value, str) else ("", "", "")
-    if not hmac.compare_digest(signature.encode(errors="replace"), _signature(text).encode()):
-        raise KeepsetError(
-            f"{KEY} came by a route on which this server does not check it: give it at the top of the body of a "
-            "request to a route that takes it."
-        )
-    return text
-
-
-def _signature(text: str) -> str:
-    key = os.environ[SIGNING_KEY].encode()
-    return hmac.new(key, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
-
-
 MAX_BYTES = 2**16
 """The most bytes of JSON of one request's options: twice what `MAX_RANGES` ranges of seven-digit tokens take."""
 
@@ -209,18 +171,6 @@ def parse_options(given: Any) -> RequestOptions:
     return RequestOptions(**fields)
 
 
-def from_signed(given: Any) -> RequestOptions:
-    """Return the options that `RequestOptions.to_signed` has signed.
-
-    Args:
-        given: the signed text.
-
-    Raises:
-        KeepsetError: the text is something else, or was not signed with this server's key.
-    """
-    return RequestOptions(**json.loads(verified(given)))
-
-
 def _fields(given: Any) -> dict[str, Any] | None:
     """Return an object's fields; None if it is no object, has no fields, or a field is null."""
     try:
@@ -234,3 +184,53 @@ def _fields(given: Any) -> dict[str, Any] | None:
     except (ValueError, TypeError, RecursionError):
         return None
     return fields if isinstance(fields, dict) and fields and None not in fields.values() else None
+
+
+def new_key() -> str:
+    """Return a key for one start of a server."""
+    return secrets.token_hex(32)
+
+
+def has_key() -> bool:
+    """Return whether this process has a key."""
+    return bool(os.environ.get(SIGNING_KEY))
+
+
+def signed(text: str) -> str:
+    """Return a text with its signature in front."""
+    return f"{_signature(text)} {text}"
+
+
+def verified(value: Any) -> str:
+    """Return the text that `signed` has signed.
+
+    Args:
+        value: the value that reached the engine; anything but a signed text is refused.
+
+    Raises:
+        KeepsetError: it is something else, or the signature was made with another key.
+    """
+    signature, _, text = value.partition(" ") if isinstance(value, str) else ("", "", "")
+    if not hmac.compare_digest(signature.encode(errors="replace"), _signature(text).encode()):
+        raise KeepsetError(
+            f"{KEY} came by a route on which this server does not check it: give it at the top of the body of a "
+            "request to a route that takes it."
+        )
+    return text
+
+
+def _signature(text: str) -> str:
+    key = os.environ[SIGNING_KEY].encode()
+    return hmac.new(key, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
+
+
+def from_signed(given: Any) -> RequestOptions:
+    """Return the options that `RequestOptions.to_signed` has signed.
+
+    Args:
+        given: the signed text.
+
+    Raises:
+        KeepsetError: the text is something else, or was not signed with this server's key.
+    """
+    return RequestOptions(**json.loads(verified(given)))

@@ -17,16 +17,8 @@ from keepset.vllm.recipe_support import EngineLimits, cache_kind_of, nearest, on
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-
 KEY = "keepset"
 """The key of `additional_config` for the recipe's text, or true for the default."""
-
-CONNECTOR = {
-    "kv_connector": "BlockCountConnector",
-    "kv_role": "kv_both",
-    "kv_connector_module_path": "keepset.vllm.connector",
-}
-"""The `kv_transfer_config` of recipes whose counts come from the data."""
 
 CONTEXTS = "keepset_contexts"
 """The key of `additional_config` for the folder of saved contexts, whose files requests name."""
@@ -37,8 +29,12 @@ SAVE_LIMIT = "keepset_save_bytes"
 SIGNED = "keepset_signed"
 """The key of `additional_config` that says that a front end signs options; the engine then takes no others."""
 
-_WHOLE = "adakv(streaming_llm, keep=1.0)"
-"""The recipe of an engine that only serves contexts: nothing is dropped, and each head has its own pages."""
+CONNECTOR = {
+    "kv_connector": "BlockCountConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "keepset.vllm.connector",
+}
+"""The `kv_transfer_config` of recipes whose counts come from the data."""
 
 CONTEXT_CONNECTOR = {
     "kv_connector": "ContextConnector",
@@ -46,6 +42,9 @@ CONTEXT_CONNECTOR = {
     "kv_connector_module_path": "keepset.vllm.context_connector",
 }
 """The `kv_transfer_config` of an engine with contexts."""
+
+_WHOLE = "adakv(streaming_llm, keep=1.0)"
+"""The recipe of an engine that only serves contexts: nothing is dropped, and each head has its own pages."""
 
 
 def has_connector(config: VllmConfig, own: dict[str, str]) -> bool:

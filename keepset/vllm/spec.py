@@ -1,4 +1,4 @@
-"""The kinds of KV cache that keepset's layers have in vLLM, and the GPU memory that keepset needs beside it."""
+"""What keepset's layers hold in GPU memory: the kinds of their KV cache, and the bytes and buffers beside it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ from keepset.recipe import Recipe
 from keepset.recording import QueryRing, Recording
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.settings import by_head
+
+_COPIES = 3
+"""The most copies that an event makes of the keys and values that it reads or moves at a time: those of one head of the
+longest prompt, or of all heads if a method reads them together."""
+_PER_ENTRY = 64
+"""Bytes that an event allocates for every entry that it chooses from: position, score, order."""
 
 
 @register_kv_cache_spec(manager_class=KeepManager)
@@ -108,13 +114,6 @@ def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:
 
 
 _OWN = [own.name for own in fields(KeepSpec)[len(fields(FullAttentionSpec)) :]]
-
-
-_COPIES = 3
-"""The most copies that an event makes of the keys and values that it reads or moves at a time: those of one head of the
-longest prompt, or of all heads if a method reads them together."""
-_PER_ENTRY = 64
-"""Bytes that an event allocates for every entry that it chooses from: position, score, order."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -61,12 +62,6 @@ def networks_file(folder: Path, layers: int) -> Path:
     return path
 
 
-def run_in(env: dict[str, str], *scenarios: Scenario) -> list[Result]:
-    """Run engines, one after another in one process with this environment."""
-    answers = answers_of(dict(enumerate(scenarios)), env)
-    return [result(answers, place) for place in answers]
-
-
 def rounding_model(folder: Path, rounded: Callable[[Tensor], Tensor], patch: pytest.MonkeyPatch) -> PreTrainedModel:
     """Return a model whose keys, after rotation, and values are rounded, `[..., head_dim]`."""
     model, rotate = LlamaForCausalLM.from_pretrained(folder).eval(), modeling_llama.apply_rotary_pos_emb
@@ -84,21 +79,28 @@ def rounding_model(folder: Path, rounded: Callable[[Tensor], Tensor], patch: pyt
     return model
 
 
+def own_recipe(engine: Recipe, ask: Ask) -> Recipe | None:
+    """The recipe that a request is compressed by."""
+    said = (ask.extra or {}).get("keepset", {})
+    said = json.loads(said) if isinstance(said, str) else said
+    if said.get("off"):
+        return None
+    ranges = (*engine.budget.protect, *said.get("protect", ()))
+    own = {"keep": said.get("keep"), "bytes": said.get("bytes")} if said.keys() & {"keep", "bytes"} else {}
+    return replace(engine, budget=replace(engine.budget, **own, protect=ranges))
+
+
 def check_oracle(oracle: Oracle, recipe: str | None, some: list[Ask], engine: Result) -> None:
     """Check that tokens and kept entries are the reference's in the same steps; without a recipe all was kept."""
-    parsed = None if recipe is None else Recipe.parse(recipe)
     for index, ask in enumerate(some):
-        check_request(oracle, parsed, ask, engine, index)
+        tokens = engine.tokens[index] or []
+        assert ask.abort is not None or len(tokens) == ask.max_tokens
+        replay = oracle.replay(
+            recipe and own_recipe(Recipe.parse(recipe), ask), ask.ids, tokens, engine.steps_of(index)
+        )
+        assert replay.best == tokens
+        assert engine.events_of(index) == replay.events
     engine.check_nothing_left()
-
-
-def check_request(oracle: Oracle, recipe: Recipe | None, ask: Ask, engine: Result, index: int) -> None:
-    """Check that one request's tokens and kept entries are the reference's in the same steps."""
-    tokens = engine.tokens[index] or []
-    assert ask.abort is not None or len(tokens) == ask.max_tokens
-    replay = oracle.replay(recipe, ask.ids, tokens, engine.steps_of(index))
-    assert replay.best == tokens
-    assert engine.events_of(index) == replay.events
 
 
 def check_transformers(model: PreTrainedModel, recipe: str | Recipe, some: list[Ask], engine: Result) -> None:

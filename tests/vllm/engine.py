@@ -154,13 +154,12 @@ def layers_of(event: dict[str, Any]) -> dict[int, list[list[int]]]:
     return {int(layer): heads for layer, heads in event["layers"].items()}
 
 
-def run(*scenarios: Scenario) -> list[Result]:
-    """Runs engines, one after another in one process."""
-    results = []
-    for answer in raw(*scenarios):
+def run(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Result]:
+    """Run engines, one after another in one process, with further variables in its environment."""
+    answers = raw(*scenarios, env=env)
+    for answer in answers:
         assert isinstance(answer, dict), answer
-        results.append(Result(**answer))
-    return results
+    return [Result(**answer) for answer in answers]
 
 
 def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:

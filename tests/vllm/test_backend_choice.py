@@ -76,17 +76,14 @@ def test_a_recipe_is_served_whatever_gpu_it_is(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("gpu", CAPABILITIES)
-def test_a_cache_of_eight_bits_is_served_by_what_vllm_takes_for_it(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
-    plain = choose(monkeypatch, gpu, None, cache="fp8")
-    found = choose(monkeypatch, gpu, UNIFORM, cache="fp8")
+def test_a_backend_that_was_asked_for_or_that_vllm_takes_for_eight_bits(
+    monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    plain, found = (choose(monkeypatch, gpu, recipe, cache="fp8") for recipe in (None, UNIFORM))
     assert found.get_name() == plain.get_name() and found.get_impl_cls().__name__ == SERVED[plain.get_name()]
-
-
-@pytest.mark.parametrize("gpu", CAPABILITIES)
-@pytest.mark.parametrize("backend", SERVED)
-def test_a_backend_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, gpu: str, backend: str) -> None:
-    for recipe in (UNIFORM, RAGGED):
-        assert choose(monkeypatch, gpu, recipe, backend).get_impl_cls().__name__ == SERVED[backend]
+    for backend, name in SERVED.items():
+        for recipe in (UNIFORM, RAGGED):
+            assert choose(monkeypatch, gpu, recipe, backend).get_impl_cls().__name__ == name
 
 
 @pytest.mark.parametrize("recipe", [UNIFORM, RAGGED])

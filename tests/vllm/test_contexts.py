@@ -19,10 +19,10 @@ import keepset
 from keepset.contexts.columns import dequantized
 from keepset.hf.store import EntryStore
 from tests.hf.damage import flipped
-from tests.vllm.compared import IDS, NO_BINDING, answers_of, check_oracle, networks_file, result, run_in
+from tests.vllm.compared import IDS, NO_BINDING, answers_of, check_oracle, networks_file, result
 from tests.vllm.conftest import TINY, save_tiny
 from tests.vllm.contexts import JOINT, OPENING, TOKENS, ask, going_on, question, serving, write
-from tests.vllm.engine import BLOCK, Ask, Result, Scenario
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario, run
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 
@@ -273,7 +273,7 @@ def test_ranks_that_share_the_heads(tmp_path: Path) -> None:
     for name, (recipe, tokens) in CONTEXTS.items():
         write(folder, model, name, recipe, tokens)
     some, engine = [*EACH, *LATER_TURMOIL], {"tensor_parallel_size": 3, "num_gpu_blocks_override": 40}
-    (answer,) = run_in(NO_BINDING, serving(tiny, folder, some, preempt=(72,), engine=engine))
+    (answer,) = run(serving(tiny, folder, some, preempt=(72,), engine=engine), env=NO_BINDING)
     check(model, folder, some, answer)
     assert sum(answer.preemptions) > 0
 

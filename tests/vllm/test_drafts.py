@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from keepset import Recipe
-from tests.vllm.compared import IDS, answers_of, result
+from tests.vllm.compared import IDS, answers_of, own_recipe, result
 from tests.vllm.conftest import SHAPE
 from tests.vllm.engine import Ask, Result, Scenario
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
-from tests.vllm.test_own_budgets import own_recipe
 from tests.vllm.test_processes import engine
 
 pytestmark = pytest.mark.full

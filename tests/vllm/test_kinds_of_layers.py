@@ -1,4 +1,7 @@
-"""Models with several kinds of layers: those that attend to all tokens are compressed, all others are vLLM's alone."""
+"""Models with several kinds of layers: those that attend to all tokens are compressed, all others are vLLM's alone.
+
+And models that cache latents (DeepSeek). Every token and every kept entry is the transformers runtime's.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CwmConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     FalconH1Config,
     Gemma2Config,
     GptOssConfig,
@@ -27,11 +32,11 @@ from transformers import (
 
 import keepset
 from keepset.vllm.settings import CONNECTOR
-from tests.vllm.compared import CHUNKED, IDS, answers_of, check_oracle, check_transformers, fed, layers_of, result
+from tests.vllm.compared import CHUNKED, IDS, answers_of, asks, check_oracle, check_transformers, fed, layers_of, result
 from tests.vllm.conftest import SHAPE, oracle_of
-from tests.vllm.engine import BLOCK, Ask, Result, Scenario
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
-from tests.vllm.test_own_budgets import TURMOIL, check
+from tests.vllm.test_own_budgets import TURMOIL
 from tests.vllm.test_tiny import (
     ACROSS,
     CRAMPED,
@@ -50,7 +55,7 @@ pytestmark = pytest.mark.full
 WINDOW = 48
 KINDS = ["full_attention", "full_attention", "sliding_attention"] * 2
 """Four layers that attend to all tokens and two with windows: two groups of the former, not of neighbours."""
-EVERYTHING = "knorm(keep=1.0)"
+EVERYTHING, WINDOW_ALONE = "knorm(keep=1.0)", "streaming_llm(keep=40, every=16)"
 ALONE = [Ask(IDS[:200], 100)]
 RECIPES = [RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS]
 SCENARIOS = {recipe: Scenario(recipe, UNDISTURBED, engine=CHUNKED) for recipe in [*RECIPES, EVERYTHING]} | {
@@ -109,17 +114,17 @@ def engine_of(windows: Path) -> Callable[[str], Result]:
     return lambda name: result(answers, name)
 
 
-def on(folder: Path, scenario: Scenario) -> Scenario:
-    return replace(scenario, engine={"model": str(folder), **ENGINE, **scenario.engine})
+def on(folder: Path, scenario: Scenario, base: dict[str, Any] = ENGINE) -> Scenario:
+    return replace(scenario, engine={"model": str(folder), **base, **scenario.engine})
 
 
 EngineOf = Callable[[str], Result]
 
 
-def test_whatever_happens_it_is_the_reference(engine_of: EngineOf, model: PreTrainedModel, oracle: Oracle) -> None:
+def test_whatever_happens_it_is_the_reference(engine_of: EngineOf, oracle: Oracle) -> None:
     engine = engine_of("turmoil")
     assert engine.groups == 3 and min(engine.preemptions[:5]) == 2
-    check(EQUAL, TURMOIL, engine, model, oracle)
+    check_oracle(oracle, EQUAL, TURMOIL, engine)
 
 
 def test_pages_of_layers_that_attend_to_all_tokens_are_freed(engine_of: EngineOf, oracle: Oracle) -> None:
@@ -228,14 +233,37 @@ def test_beside_convolutions(tmp_path: Path) -> None:
 
 
 def check_beside(folder: Path, engine: dict[str, Any]) -> None:
-    """Check that recipes of every layout give a model's tokens and entries of transformers, and free blocks."""
-    model, recipes = AutoModelForCausalLM.from_pretrained(folder).eval(), (EQUAL, RAGGED, ACROSS)
+    """Check that heads with equal and with other pages have a model's tokens and entries of transformers."""
+    model, recipes = AutoModelForCausalLM.from_pretrained(folder).eval(), (EQUAL, ACROSS)
     answers = answers_of({recipe: on(folder, Scenario(recipe, UNDISTURBED, engine=engine)) for recipe in recipes})
     for recipe in recipes:
         some = result(answers, recipe)
         assert all(some.events) and some.stats["blocks_freed"] > 0
         check_transformers(model, recipe, UNDISTURBED, some)
         some.check_nothing_left()
+
+
+def check_in_16_bits(folder: Path, engine: dict[str, Any], compressed: dict[str, Any], *recipes: str) -> list[Result]:
+    """Check a model in 16 bits, where tokens depend on the program: vLLM's alone are what they are compared with.
+
+    What stays of a window depends on positions only. Return what the engines of further recipes did.
+    """
+    half, some = {"model": str(folder), **engine, "dtype": "bfloat16"}, (EVERYTHING, WINDOW_ALONE, *recipes)
+    scenarios = {name: Scenario(name, ALONE, engine=half | compressed) for name in some}
+    answers = answers_of({**scenarios, "": Scenario(None, ALONE, engine=half)})
+    plain, everything, window, *others = (result(answers, name) for name in ("", *some))
+    assert (everything.tokens, everything.steps) == (plain.tokens, plain.steps)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    cache = keepset.Cache(model, WINDOW_ALONE, prompt_length=len(ALONE[0].ids), history=True)
+    fed(model, cache, cache.recipe, ALONE[0].ids, window.tokens[0] or [])
+    for event, other in zip(cache.events, window.events[0], strict=True):
+        for layer, heads in layers_of(other).items():
+            assert heads == [event.keep_set.positions(layer, 0, head).tolist() for head in range(len(heads))]
+    for each in (window, *others):
+        assert all(each.events)
+        assert each.steps[-1]["free"] - plain.steps[-1]["free"] == each.stats["blocks_freed"] > 0
+        each.check_nothing_left()
+    return others
 
 
 def test_beside_chunks(tmp_path: Path) -> None:
@@ -254,30 +282,14 @@ def test_beside_mamba(tmp_path: Path) -> None:
 
 
 def test_beside_gated_delta_nets(tmp_path: Path) -> None:
-    """In 16 bits, as vLLM computes them on CPUs, for heads of this size.
-
-    There tokens depend on the program, so those of vLLM alone are what they are compared with.
-    """
+    """In 16 bits, as vLLM computes them on CPUs, for heads of this size."""
     own = {"num_key_value_heads": 4, "head_dim": 128, "partial_rotary_factor": 0.5, "num_hidden_layers": 3}
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
     states = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1}
     kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 2}
     config = Qwen3NextConfig(**SHAPE | own, **experts, **states, **kinds, shared_expert_intermediate_size=32)
     deltas = saved(tmp_path, config)
-    model = AutoModelForCausalLM.from_pretrained(deltas, dtype=torch.bfloat16).eval()
-    recipe, engine = "streaming_llm(keep=40, every=16)", {"dtype": "bfloat16", "kv_transfer_config": CONNECTOR}
-    some = {name: Scenario(name, ALONE, engine=engine) for name in (EVERYTHING, recipe)}
-    some["alone"] = Scenario(None, ALONE, engine={"dtype": "bfloat16"})
-    answers = answers_of({name: on(deltas, scenario) for name, scenario in some.items()})
-    everything, few, plain = (result(answers, name) for name in (EVERYTHING, recipe, "alone"))
-    assert (everything.tokens, everything.steps) == (plain.tokens, plain.steps)
-    cache = keepset.Cache(model, recipe, prompt_length=len(ALONE[0].ids), history=True)
-    fed(model, cache, cache.recipe, ALONE[0].ids, few.tokens[0] or [])
-    for event, other in zip(cache.events, few.events[0], strict=True):
-        for layer, heads in layers_of(other).items():
-            assert heads == [event.keep_set.positions(layer, 0, head).tolist() for head in range(4)]
-    assert few.steps[-1]["free"] - plain.steps[-1]["free"] == few.stats["blocks_freed"] > 0
-    few.check_nothing_left()
+    check_in_16_bits(deltas, ENGINE, {"kv_transfer_config": CONNECTOR})
 
 
 def test_models_without_layers_that_grow_are_refused(tmp_path: Path) -> None:
@@ -293,3 +305,87 @@ def test_models_without_layers_that_grow_are_refused(tmp_path: Path) -> None:
         some[name] = on(tmp_path / name, Scenario("knorm(keep=40)", []))
     for answer in answers_of(some).values():
         assert "nothing to compress; serve the model without a recipe" in answer
+
+
+PAGE = 16
+LATENT_ENGINE: dict[str, Any] = {
+    # vLLM's kernels for CPUs are made for latents of this size, these pages and no parts of prompts. Its own rotation
+    # is wrong on a CPU for queries as these models give them.
+    "attention_config": {"backend": "CPU_MLA"},
+    "block_size": PAGE,
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 160,
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT_RECIPES = [
+    *(EQUAL, RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS, "h2o(bytes=0.3)"),
+    *("expected_attention(keep=40, buffer=24, every=16)", "pool(prompt_queries, bytes=0.25)", "gvote(keep=0.4)"),
+]
+SOME = [*asks((90, 60), 40), Ask(IDS[900:1000], 30, add=10)]
+"""The last prompt comes while others are decoded."""
+LATENT_ALONE = [Ask(IDS[:130], 60)]
+
+
+def save_latents(folder: Path, low_rank: bool) -> Path:
+    """Save a random model whose queries are made by way of a low rank, or of hidden states at once."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    kind, rank = (DeepseekV3Config, 24) if low_rank else (DeepseekV2Config, None)
+    own = {"num_key_value_heads": 4, "num_hidden_layers": 3, "first_k_dense_replace": 3, "q_lora_rank": rank}
+    return saved(folder, kind(**shape | own | LATENT))
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_latents(tmp_path_factory.mktemp("latents"), low_rank=True)
+
+
+@pytest.fixture(scope="module")
+def latent_model(latents: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(latents).eval()
+
+
+def test_latents_are_the_transformers_runtimes(latents: Path, latent_model: PreTrainedModel) -> None:
+    """With pages of a layer's own, too; and freed pages are counted."""
+    some = {recipe: on(latents, Scenario(recipe, SOME), LATENT_ENGINE) for recipe in LATENT_RECIPES}
+    answers = answers_of(some | {"alone": on(latents, Scenario(EQUAL, LATENT_ALONE), LATENT_ENGINE)})
+    for recipe in LATENT_RECIPES:
+        engine = result(answers, recipe)
+        assert engine.classes == ["CPUMLAKeepImpl"] and all(engine.events) and engine.stats["blocks_freed"] > 0
+        check_transformers(latent_model, recipe, SOME, engine)
+        engine.check_nothing_left()
+    alone, events = result(answers, "alone"), range(130, 190, 16)
+    lengths = list(accumulate(tokens for _, tokens in alone.steps_of(0)))
+    dropped = [max((at - 40 for at in events if at < length), default=0) for length in lengths]
+    held = [alone.free_before - step["free"] for step in alone.steps]
+    assert held == [-(-length // PAGE) - gone // PAGE for length, gone in zip(lengths, dropped, strict=True)]
+    assert alone.stats["entries_kept"] == len(events) * 40 * 3  # one entry for all heads of a layer
+
+
+def test_latents_without_a_low_rank_and_with_budgets_of_requests(tmp_path: Path) -> None:
+    folder = save_latents(tmp_path / "model", low_rank=False)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    (engine,) = run(on(folder, Scenario(EQUAL, SOME, engine={"kv_transfer_config": CONNECTOR}), LATENT_ENGINE))
+    check_transformers(model, EQUAL, SOME, engine)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_backend_of_latents_for_gpus_but_for_its_kernels(
+    graphs: bool, latents: Path, latent_model: PreTrainedModel
+) -> None:
+    """What kernels do plain torch does, in called steps and in replayed ones."""
+    own = {"max_num_batched_tokens": 512}  # of prompts that are computed in parts other kernels gather rows
+    scenario = Scenario(None, SOME, engine=own, backend="TRITON_MLA", graphs=graphs)
+    recipes = (EQUAL, ACROSS)
+    engines = run(*(on(latents, replace(scenario, recipe=recipe), LATENT_ENGINE) for recipe in recipes))
+    for recipe, engine in zip(recipes, engines, strict=True):
+        assert engine.classes == ["TritonMLAKeepImpl"] and all(engine.events) and (engine.replays > 10) == graphs
+        check_transformers(latent_model, recipe, SOME, engine)
+        engine.check_nothing_left()
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's other kernels need AMX")
+def test_latents_in_16_bits(latents: Path) -> None:
+    own = LATENT_ENGINE | {"attention_config": {}, "block_size": 32, "max_model_len": 512}
+    (few,) = check_in_16_bits(latents, own, {}, EQUAL)
+    assert few.classes == ["AMXMLAKeepImpl"]

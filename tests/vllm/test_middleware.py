@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,37 +81,32 @@ class Inner:
             await send({"type": "http.response.body", "body": piece, "more_body": number + 1 < len(pieces)})
 
 
-def server(
-    folder: Path,
-    model: PreTrainedModel,
-    inner: Any,
-    recipe: str | None = None,
-    limit: int = 0,
-    answers: list[Any] | None = None,
-) -> Any:
-    model_config = SimpleNamespace(
-        model=model.config.name_or_path,
-        architecture="LlamaForCausalLM",
-        hf_text_config=model.config,
-        dtype=torch.float32,
-        max_model_len=512,
-        get_head_size=lambda: model.config.head_dim,
-        get_vocab_size=lambda: model.config.vocab_size,
-    )
-    more = {"keepset": recipe} if recipe else {}
-    more = {**more, "keepset_save_bytes": limit} if limit else more
-    said = {"keepset_contexts": str(folder), "keepset_signed": True, **more}
-    config = SimpleNamespace(additional_config=said, model_config=model_config)
-    middleware, app = RequestMiddleware(inner), SimpleNamespace(state=SimpleNamespace(vllm_config=config))
+Start = Callable[..., Any]
 
-    def asked(method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
-        text = json.dumps(body).encode() if not isinstance(body, bytes) else body
-        sent = call(middleware, method, path, text, key, app=app)
-        if answers is not None:
-            answers.extend(sent)
-        return sent[0]["status"], json.loads(text_of(sent))
 
-    return asked
+@pytest.fixture
+def start(folder: Path, tiny_model: PreTrainedModel) -> Start:
+    """Starts servers of the model: what asks one, for status and answer; all messages go to `answers`."""
+    config = tiny_model.config
+    sizes = {"get_head_size": lambda: config.head_dim, "get_vocab_size": lambda: config.vocab_size}
+    named = {"model": config.name_or_path, "architecture": "LlamaForCausalLM", "hf_text_config": config}
+    model_config = SimpleNamespace(**named, **sizes, dtype=torch.float32, max_model_len=512)
+
+    def started(inner: Any, folder: Path = folder, answers: list[Any] | None = None, **more: Any) -> Any:
+        said = {"keepset_contexts": str(folder), "keepset_signed": True, **more}
+        vllm_config = SimpleNamespace(additional_config=said, model_config=model_config)
+        middleware, app = RequestMiddleware(inner), SimpleNamespace(state=SimpleNamespace(vllm_config=vllm_config))
+
+        def asked(method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
+            text = json.dumps(body).encode() if not isinstance(body, bytes) else body
+            sent = call(middleware, method, path, text, key, app=app)
+            if answers is not None:
+                answers.extend(sent)
+            return sent[0]["status"], json.loads(text_of(sent))
+
+        return asked
+
+    return started
 
 
 def posted(ask: Any, words: Any, key: str = "") -> tuple[int, str]:
@@ -120,9 +115,9 @@ def posted(ask: Any, words: Any, key: str = "") -> tuple[int, str]:
     return status, answer["error"]["message"] if status >= 400 else ""
 
 
-def test_what_is_said_goes_on_signed_as_an_argument_of_vllm(folder: Path, tiny_model: PreTrainedModel) -> None:
+def test_what_is_said_goes_on_signed_as_an_argument_of_vllm(start: Start) -> None:
     inner = Inner()
-    ask = server(folder, tiny_model, inner)
+    ask = start(inner)
     for path in HONOURED:
         request = {"prompt": "What?", "keepset": {"context": "manual"}, "vllm_xargs": {"more": 1}}
         assert ask("POST", path, request)[0] == 200
@@ -134,7 +129,7 @@ def test_what_is_said_goes_on_signed_as_an_argument_of_vllm(folder: Path, tiny_m
         assert inner.bodies[-1] == {"prompt": "What?"}
 
 
-def test_why_the_engine_refuses_is_the_answer(folder: Path, tiny_model: PreTrainedModel, counted: None) -> None:
+def test_why_the_engine_refuses_is_the_answer(folder: Path, start: Start, counted: None) -> None:
     error = b'{"error": {"message": "Internal server error", "code": 500}}'
     chunks = [b'data: {"choices": []}\n\n', b"data: %b\n\n" % error, b"data: [DONE]"]
 
@@ -144,22 +139,22 @@ def test_why_the_engine_refuses_is_the_answer(folder: Path, tiny_model: PreTrain
         return status, pieces
 
     for status, said in ((500, [error]), (200, chunks[1:])):
-        ask = server(folder, tiny_model, Inner(partial(refuse, status=status, pieces=said)))
+        ask = start(Inner(partial(refuse, status=status, pieces=said)))
         assert posted(ask, {"off": True}) == (400, "Context 'chat' is too long.")
     answers: list[Any] = []
-    ask = server(folder, tiny_model, Inner(partial(refuse, status=200, pieces=chunks)), answers=answers)
+    ask = start(Inner(partial(refuse, status=200, pieces=chunks)), answers=answers)
     with pytest.raises(json.JSONDecodeError):
         posted(ask, {"off": True})
     assert [piece["type"] for piece in answers] == ["http.response.start"] + ["http.response.body"] * 2
     assert json.loads(answers[2]["body"].removeprefix(b"data: "))["error"]["message"] == "Context 'chat' is too long."
     assert answers[2]["more_body"] is False
     # An error that is not the engine's refusal stays what it is.
-    assert posted(server(folder, tiny_model, Inner(lambda body: (500, [error]))), {"off": True})[0] == 500
+    assert posted(start(Inner(lambda body: (500, [error]))), {"off": True})[0] == 500
 
 
-def test_no_client_sees_a_signature(folder: Path, tiny_model: PreTrainedModel) -> None:
+def test_no_client_sees_a_signature(start: Start) -> None:
     inner = Inner(lambda body: (400, [json.dumps(body).encode()]))
-    status, answer = server(folder, tiny_model, inner)("POST", COMPLETIONS, {"keepset": {"off": True}})
+    status, answer = start(inner)("POST", COMPLETIONS, {"keepset": {"off": True}})
     signature = inner.bodies[-1]["vllm_xargs"]["keepset"].split()[0]
     assert status == 400 and len(signature) == 64 and signature not in json.dumps(answer)
 
@@ -221,8 +216,8 @@ def test_a_request_says_no_more_than_is_right(said: Any, sentence: str) -> None:
     assert len(str(refused.value)) < 500
 
 
-def test_budgets_are_checked_against_the_servers_recipe(folder: Path, tiny_model: PreTrainedModel) -> None:
-    plain, every = (server(folder, tiny_model, Inner(), recipe=recipe) for recipe in (None, "snapkv(keep=99, every=9)"))
+def test_budgets_are_checked_against_the_servers_recipe(start: Start) -> None:
+    plain, every = (start(Inner(), **more) for more in ({}, {"keepset": "snapkv(keep=99, every=9)"}))
     assert "compresses no prompts" in posted(plain, {"keep": 0.5})[1]
     assert "does not go with every=9" in posted(every, {"keep": 0.5})[1]
     assert "does not go with every=9" in posted(every, {"bytes": 0.5})[1]
@@ -231,19 +226,19 @@ def test_budgets_are_checked_against_the_servers_recipe(folder: Path, tiny_model
     assert posted(every, {"keep": 70, "protect": [[0, 5]]})[0] == 200
 
 
-def test_nobody_says_whose_contexts_they_are(folder: Path, tiny_model: PreTrainedModel) -> None:
-    ask = server(folder, tiny_model, Inner(), limit=10**6)
+def test_nobody_says_whose_contexts_they_are(start: Start) -> None:
+    ask = start(Inner(), keepset_save_bytes=10**6)
     assert posted(ask, {"save": "a", "owner": served_contexts.owner_of("secret")})[0] == 400
     assert ask("POST", COMPLETIONS, {"vllm_xargs": {"keepset": '{"save": "a"}'}})[0] == 400
     assert posted(ask, {"save": "../a"})[0] == 400
     assert posted(ask, {"save": "a"})[0] == 200
 
 
-def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
+def test_a_key_sees_its_own(folder: Path, start: Start) -> None:
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
     inner = Inner()
-    ask = server(folder, tiny_model, AuthenticationMiddleware(inner, tokens=["one", "two"]), limit=10**6)
+    ask = start(AuthenticationMiddleware(inner, tokens=["one", "two"]), keepset_save_bytes=10**6)
     path = written(served_contexts.OwnedContexts(folder, served_contexts.owner_of("one")), "mine", 0)
     path.write_bytes((folder / "manual.safetensors").read_bytes())
     names = {key: [each["id"] for each in ask("GET", "/v1/contexts", key=key)[1]["data"]] for key in ("one", "two")}
@@ -317,19 +312,17 @@ def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: 
         (None, "keepset is None: give"),
     ],
 )
-def test_what_is_wrong_is_answered_with_a_sentence(
-    options: Any, sentence: str, folder: Path, tiny_model: PreTrainedModel
-) -> None:
+def test_what_is_wrong_is_answered_with_a_sentence(options: Any, sentence: str, folder: Path, start: Start) -> None:
     inner = Inner()
-    status, answer = server(folder, tiny_model, inner)("POST", "/v1/chat/completions", {"keepset": options})
+    status, answer = start(inner)("POST", "/v1/chat/completions", {"keepset": options})
     assert status == answer["error"]["code"] == 400 and sentence in answer["error"]["message"]
     assert not inner.bodies and str(folder) not in answer["error"]["message"]
 
 
-def test_the_listing_follows_the_folder(folder: Path, tiny_model: PreTrainedModel, counted: None) -> None:
+def test_the_listing_follows_the_folder(folder: Path, start: Start, counted: None) -> None:
     stats.context_used("manual", loaded=True)
     stats.context_used("manual", loaded=False)
-    ask, path = server(folder, tiny_model, Inner()), folder / "manual.safetensors"
+    ask, path = start(Inner()), folder / "manual.safetensors"
     flipped_one, manual = ask("GET", "/v1/contexts")[1]["data"]
     assert manual == {
         **{"id": "manual", "object": "context", "saved": False, "tokens": 100, "recipe": "knorm(keep=0.25)"},
@@ -342,14 +335,12 @@ def test_the_listing_follows_the_folder(folder: Path, tiny_model: PreTrainedMode
     assert posted(ask, {"context": "another"})[0] == 400
 
 
-def test_the_listing_says_why_files_cannot_be_served(
-    folder: Path, tiny_model: PreTrainedModel, counted: None, tmp_path: Path
-) -> None:
+def test_the_listing_says_why_files_cannot_be_served(folder: Path, start: Start, counted: None, tmp_path: Path) -> None:
     """In the words that a request gets that names one; damage is known once a request did."""
     for name in ("goes on", "flipped", "manual"):
         (tmp_path / f"{name}.safetensors").write_bytes((folder / f"{name}.safetensors").read_bytes())
     (tmp_path / "no.safetensors").write_text("no context")
-    ask = server(tmp_path, tiny_model, Inner())
+    ask = start(Inner(), tmp_path)
 
     def refused() -> dict[str, str]:
         answer = ask("GET", "/v1/contexts")[1]
@@ -367,10 +358,10 @@ def test_the_listing_says_why_files_cannot_be_served(
 
 
 def test_a_folder_is_no_context_and_neither_is_a_file_that_goes_while_it_is_read(
-    folder: Path, tiny_model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder.safetensors").mkdir()
-    ask = server(tmp_path, tiny_model, Inner())
+    ask = start(Inner(), tmp_path)
     assert posted(ask, {"context": "folder"}) == (400, "There is no context 'folder' on this server; it has none.")
     assert ask("GET", "/v1/contexts")[1]["data"] == []
     (tmp_path / "manual.safetensors").write_bytes((folder / "manual.safetensors").read_bytes())

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import PreTrainedModel
 
 from keepset import Recipe
-from tests.vllm.compared import IDS, answers_of, check_request, full, result
-from tests.vllm.engine import Ask, Result, Scenario
+from tests.vllm.compared import IDS, answers_of, check_oracle, full, result
+from tests.vllm.engine import Ask, Scenario
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_tiny import ACROSS, ENGINE, EQUAL, FROM_DATA, RAGGED, WHOLE_PROMPTS
@@ -93,37 +90,9 @@ def others(tiny: Path) -> dict[str, Any]:
     return run_all(tiny, *LATER) | run_all(tiny, "ahead")
 
 
-def own_recipe(engine: Recipe, ask: Ask) -> Recipe | None:
-    """The recipe that a request is compressed by."""
-    said = (ask.extra or {}).get("keepset", {})
-    said = json.loads(said) if isinstance(said, str) else said
-    if said.get("off"):
-        return None
-    ranges = (*engine.budget.protect, *said.get("protect", ()))
-    own = {"keep": said.get("keep"), "bytes": said.get("bytes")} if said.keys() & {"keep", "bytes"} else {}
-    return replace(engine, budget=replace(engine.budget, **own, protect=ranges))
-
-
-@torch.no_grad()
-def check(recipe: str, some: list[Ask], engine: Result, model: PreTrainedModel, oracle: Oracle) -> None:
-    """Each request's tokens and kept entries are those that its own recipe gives, in the same steps."""
-    for index, ask in enumerate(some):
-        own = own_recipe(Recipe.parse(recipe), ask)
-        if own is not None:
-            check_request(oracle, own, ask, engine, index)
-            continue
-        tokens = engine.tokens[index] or []
-        assert ask.abort is not None or len(tokens) == ask.max_tokens
-        logits = model(torch.tensor([ask.ids + tokens])).logits[0, len(ask.ids) - 1 : -1]
-        assert logits.argmax(-1).tolist() == tokens and not engine.events[index]
-    engine.check_nothing_left()
-
-
-def test_each_is_compressed_by_its_own(
-    engines: dict[str, Any], tiny_model: PreTrainedModel, tiny_oracle: Oracle
-) -> None:
+def test_each_is_compressed_by_its_own(engines: dict[str, Any], tiny_oracle: Oracle) -> None:
     engine = result(engines, "turmoil")
-    check(EQUAL, TURMOIL, engine, tiny_model, tiny_oracle)
+    check_oracle(tiny_oracle, EQUAL, TURMOIL, engine)
     assert max(step["running"] for step in engine.steps) >= 5
     assert min(engine.preemptions[:5]) == 2 and not engine.tokens[7]
     refused = slice(len(TURMOIL), None)
@@ -131,9 +100,9 @@ def test_each_is_compressed_by_its_own(
 
 
 @pytest.mark.parametrize("name", full([*LATER, "ahead"]))
-def test_in_other_engines(name: str, others: dict[str, Any], tiny_model: PreTrainedModel, tiny_oracle: Oracle) -> None:
+def test_in_other_engines(name: str, others: dict[str, Any], tiny_oracle: Oracle) -> None:
     engine, (recipe, some, _) = result(others, name), SCENARIOS[name]
-    check(recipe, some, engine, tiny_model, tiny_oracle)
+    check_oracle(tiny_oracle, recipe, some, engine)
     if name == "shared":
         assert engine.cached[1] == 0 and (engine.cached[2] or 0) > 0
     if name == "cramped":

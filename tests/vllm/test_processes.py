@@ -10,11 +10,11 @@ import pytest
 
 from keepset import Recipe
 from keepset.vllm.settings import CONNECTOR
-from tests.vllm.compared import IDS, NO_BINDING, answers_of, asks, networks_file, result, run_in
+from tests.vllm.compared import IDS, NO_BINDING, answers_of, asks, networks_file, own_recipe, result
 from tests.vllm.conftest import DEEP, TINY
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
-from tests.vllm.test_own_budgets import OWN, own_recipe
+from tests.vllm.test_own_budgets import OWN
 from tests.vllm.test_own_budgets import asks as own_asks
 from tests.vllm.test_tiny import EQUAL, FROM_DATA, LAYERS_DIFFER, NETWORKS, RAGGED
 
@@ -68,11 +68,8 @@ def test_parts_in_other_processes(tiny: Path, tiny_oracle: Oracle, tmp_path: Pat
     """A scheduler and a worker in others, and ranks that share the heads, of which one counts."""
     ranks, file = engine(tiny, tensor_parallel_size=2), networks_file(tmp_path, TINY.num_hidden_layers)
     recipes = (FROM_DATA, FROM_DATA, "gvote", f"distilled(stats='{file}', keep=40, every=16)")
-    results = run_in(
-        NO_BINDING,
-        Scenario(FROM_DATA, ASKS, engine=engine(tiny), own_process=True),
-        *(Scenario(recipe, ASKS, engine=ranks) for recipe in recipes[1:]),
-    )
+    apart = Scenario(FROM_DATA, ASKS, engine=engine(tiny), own_process=True)
+    results = run(apart, *(Scenario(recipe, ASKS, engine=ranks) for recipe in recipes[1:]), env=NO_BINDING)
     assert not results[0].log  # nobody watched
     for recipe, each in zip(recipes, results, strict=True):
         check(each, ASKS, recipe, tiny_oracle)
