@@ -50,7 +50,7 @@ def attention(
     """Of every query over some entries alone, from their own logits; each query is a head of the softmax."""
     keys = heads.keys[head][kept] if keys is None else keys
     added, products = heads.added[head][kept] + biases, heads.queries[head].double() @ keys.double().T * 0.4
-    whole = replace(softmax, sinks=None if softmax.sinks is None else softmax.sinks[0])
+    whole = replace(softmax, sinks=None if softmax.sinks is None else softmax.sinks[head])
     return np.stack([attention_of(row, whole, query, added).numpy() for query, row in enumerate(products)])
 
 
@@ -105,16 +105,17 @@ def test_nothing_dropped_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("queries", "kept"), [(60, 12), (12, 20), (25, 25)], ids=["tall", "wide", "square"])
-@pytest.mark.parametrize("bits", [16, 4])
-def test_values_are_those_of_ridge_regression(queries: int, kept: int, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "sunk"), [(16, False), (4, False), (16, True)])
+def test_values_are_those_of_ridge_regression(queries: int, kept: int, bits: int, sunk: bool) -> None:
     """Towards the values that there were. Kept keys in 4 bits get attention as they will be read."""
     heads, ridge = random_heads(2, queries, 40, 6), 0.1
+    softmax = Softmax(0.4, 0.5, torch.randn(2, queries, generator=seeded(4)) + 1.0) if sunk else PLAIN
     places = torch.stack([torch.randperm(40, generator=seeded(i))[:kept] for i in range(2)])
-    _, values = fit(heads, places, ridge, biases=False, bits=bits)
+    _, values = fit(heads, places, ridge, False, softmax, bits)
     for head in range(2):
         keys = heads.keys[head][places[head]]
-        paid = attention(heads, head, places[head], keys=as_read(keys) if bits == 4 else keys)
-        wanted = attention(heads, head) @ heads.values[head].double().numpy()
+        paid = attention(heads, head, places[head], 0.0, softmax, as_read(keys) if bits == 4 else keys)
+        wanted = attention(heads, head, softmax=softmax) @ heads.values[head].double().numpy()
         root = math.sqrt(ridge * np.square(paid).sum() / kept)
         rows, right = solved(paid, wanted, root, heads.values[head, places[head]].double().numpy())
         expected = np.linalg.lstsq(rows, right, rcond=None)[0]

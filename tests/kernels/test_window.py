@@ -151,8 +151,8 @@ BEFORE = 7.0
 
 
 def in_pages(case: Case, layers: int) -> EntriesInPages:
-    """The same layout in all of so many layers."""
-    layout = PageLayout(*(torch.cat([part] * layers, 1).contiguous() for part in case.layout))
+    """The layout of the last of so many layers, before which nothing was compressed."""
+    layout = PageLayout(*(torch.cat([*[part * 0] * (layers - 1), part], 1).contiguous() for part in case.layout))
     table = torch.tensor([row.block_table() for row in case.rows], dtype=torch.int32)
     lengths = torch.tensor([row.length for row in case.rows])
     return EntriesInPages(layout, table, lengths, layout.counts, max(row.length for row in case.rows))

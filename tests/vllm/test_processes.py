@@ -47,7 +47,7 @@ def whole(ask: Ask) -> list[tuple[int, int]]:
     return prompt + [(len(ask.ids) + more, 1) for more in range(ask.max_tokens - 1)]
 
 
-def check(served: Result, some: list[Ask], recipe: str, oracle: Oracle) -> None:
+def check(served: Result, some: list[Ask], recipe: str, oracle: Oracle, frees: bool = True) -> None:
     """Check tokens, entries if somebody watched, and the number of events, which the first layer's rank counts."""
     events, aborted = 0, 0
     for index, ask in enumerate(some):
@@ -60,7 +60,7 @@ def check(served: Result, some: list[Ask], recipe: str, oracle: Oracle) -> None:
         events += sum(0 in layers for _, layers, _ in replay.events)
         aborted += ask.abort is not None
     assert served.stats["events"] in range(events, events + aborted + 1)  # one may have come before it was taken away
-    assert events > 0 and served.stats["blocks_freed"] > 0
+    assert events > 0 and (served.stats["blocks_freed"] > 0 or not frees)
     served.check_nothing_left()
 
 
@@ -72,7 +72,7 @@ def test_parts_in_other_processes(tiny: Path, tiny_oracle: Oracle, tmp_path: Pat
     results = run(apart, *(Scenario(recipe, ASKS, engine=ranks) for recipe in recipes[1:]), env=NO_BINDING)
     assert not results[0].log  # nobody watched
     for recipe, each in zip(recipes, results, strict=True):
-        check(each, ASKS, recipe, tiny_oracle)
+        check(each, ASKS, recipe, tiny_oracle, frees=recipe != "gvote")  # which drops too few here to empty a block
 
 
 def test_a_scheduler_that_runs_ahead(tiny: Path, tiny_oracle: Oracle) -> None:

@@ -61,16 +61,10 @@ def test_runner_v2_is_waited_for_at_prompts_only(monkeypatch: pytest.MonkeyPatch
     assert OnDevice.waits == 2
 
 
-def test_rows_that_fill_a_graphs_batch_up_have_none() -> None:
-    """Runner V2 says how many rows there are with them, and nothing of them besides."""
+def test_rows_without_a_prompt() -> None:
+    """Runner V2 says how many rows fill a graph's batch up, and nothing of them besides; and it has dummy runs."""
     for lengths in (torch.tensor([7, 9]), OnDevice([7, 9])):
         assert compat.PromptLengths().of(metadata(lengths, 4, [False, False], [3, 0])) == [7, 9, 0, 0]
-
-
-def test_a_dummy_run_of_runner_v2_has_none() -> None:
     assert compat.PromptLengths().of(metadata(None, 3, [False] * 3, [0, 1, 2])) == [0, 0, 0]
-
-
-def test_a_request_whose_prompt_is_not_told_is_refused() -> None:
     with pytest.raises(KeepsetError, match="does not give prompt lengths"):
         compat.PromptLengths().of(metadata(None, 2, [False, True], [0, 1]))
