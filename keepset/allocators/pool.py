@@ -96,7 +96,9 @@ class Composite(LayerAllocator):
         values = values.masked_fill(rank >= held[..., None], float("-inf"))
         even = rest.double() / room.shape[-1]
         least = (self.floor * even[:, None]).floor().long().minimum(room)
-        return pooled_counts(values, rest, least)
+        # The first ranks are certain. `pooled_counts` takes the later of equal places, and here places are ranks.
+        certain = torch.arange(values.shape[-1], device=values.device) < least[..., None]
+        return pooled_counts(values.masked_fill(certain, float("inf")), rest, least)
 
     def _composite(self, ranked: Scores) -> Float[Tensor, "batch entries"]:
         """Return the score of each rank, best first; -inf where no head has an entry of that rank.
