@@ -95,6 +95,7 @@ def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("vllm")
     for name, value in SPARING.items():
         monkeypatch.setenv(name, value)
+    from keepset.lab.embedded import EMBEDDED, embedded_folder
     from keepset.lab.server_process import ServerProcess, free_port
     from keepset.recipe import Recipe
     from keepset.serving.command import command
@@ -104,7 +105,8 @@ def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatc
     [recipe] = re.findall(r'keepset serve --recipe "(.+)"', example.read_text(encoding="utf-8"))
     sparing = ["--port", str(port), "--max-model-len", "512", "--block-size", "32", "--num-gpu-blocks-override", "256"]
     options = [*sparing, "--dtype", "float32", "--enforce-eager"]
-    with ServerProcess(forked(command(None, Recipe.parse(recipe), options)), port) as server:
+    model = str(embedded_folder())
+    with ServerProcess(forked(command(model, Recipe.parse(recipe), options, served_name=EMBEDDED)), port) as server:
         server.wait(300)
         done = subprocess.run(
             [sys.executable, str(example)],

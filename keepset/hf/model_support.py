@@ -78,9 +78,19 @@ _own: WeakKeyDictionary[PreTrainedModel, set[Statistics | Tables]] = WeakKeyDict
 """Files that each model was compared with: comparing weights for every cache takes longer than making the cache."""
 
 
-def head_dim_of(model: PreTrainedModel) -> int:
-    """Return the size of a key; a configuration may leave it to be derived."""
+def config_of(model: PreTrainedModel, layer: int = -1) -> PreTrainedConfig:
+    """Return the configuration of a layer: where sizes differ among layers (Gemma 4), the model's own has none.
+
+    Where only some layers attend to all tokens, the last one does.
+    """
     config = model.config.get_text_config(decoder=True)
+    by_layer = getattr(config, "per_layer_config", None)
+    return by_layer[layer] if by_layer else config
+
+
+def head_dim_of(model: PreTrainedModel, layer: int = -1) -> int:
+    """Return the size of a layer's key; a configuration may leave it to be derived."""
+    config = config_of(model, layer)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -91,8 +101,9 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], wanted: Mode
     if layers and caches_latents(config):
         measured.check(layers, 1, config.kv_lora_rank + config.qk_rope_head_dim)
     elif layers:
+        config = config_of(model, layers[0])
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        measured.check(layers, kv_heads, head_dim_of(model))
+        measured.check(layers, kv_heads, head_dim_of(model, layers[0]))
     _check_own(model, measured, f"The statistics {measured.name!r}", "Make them for this one with keepset calibrate.")
     return measured
 

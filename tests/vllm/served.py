@@ -59,7 +59,7 @@ def served(
 ) -> Iterator[tuple[ServerProcess, httpx.Client]]:
     """A server that answers, and a client of it; `contexts` are as `command` takes them."""
     port = free_port()
-    words = command(str(model), Recipe.parse(recipe), [*OPTIONS, *options], ["--port", str(port)], **contexts)
+    words = command(str(model), Recipe.parse(recipe), [*OPTIONS, *options, "--port", str(port)], **contexts)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**SPARING, **(env or {})}.items():
             patch.setenv(name, value)
