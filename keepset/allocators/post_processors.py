@@ -16,13 +16,14 @@ from keepset.core.features.queries import PaddedQueries, ReferenceQueries
 from keepset.core.features.runtime_features import EntryBiases, QuantizedEntries, RecentQueries
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.method import Allocator, Method, parameter
-from keepset.core.observation import BIAS, Observation
+from keepset.core.observation import Observation
 from keepset.core.select import Ranking
 from keepset.core.traits import FULL_BYTES, Traits
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import is_async_device, upload
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.matching import FitProblem, match_attention
+from keepset.kernels.packed import BIAS
 
 FEW_BYTES = 0.075
 """The share of a full 16-bit cache's bytes below which many entries in 4 bits are nearer to it than fewer in 8."""

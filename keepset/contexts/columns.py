@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.observation import BIAS
-from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
+from keepset.kernels.packed import SCALES, PackedHeads, runs_of
 
-ENTRIES = ("keys", "values", "positions")
-"""The columns that every layer has; all others are a method's own."""
-SCALES = {"keys": "key_scale", "values": "value_scale"}
-"""Two more columns if keys and values are stored in few bits: their scales."""
 STORED = (*SCALES, *SCALES.values())
 """The columns in which keys and values are stored."""
 RESIDUAL = "residual."
@@ -26,19 +21,6 @@ def split_residual(columns: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     return {name: column for name, column in columns.items() if not name.startswith(RESIDUAL)}, residual
 
 
-def heads_of(columns: Mapping[str, Tensor], runs: Sequence[HeadRun], residual: PackedHeads | None) -> PackedHeads:
-    """Return a layer's entries as attention takes them.
-
-    Args:
-        columns: `[entries, ...]` each.
-        runs: where the heads are in the columns.
-        residual: the rounding errors of the newest entries of every head; None if there are none.
-    """
-    keys, values, positions = (columns[name] for name in ENTRIES)
-    bias, key_scale, value_scale = (columns.get(name) for name in (BIAS, *SCALES.values()))
-    return PackedHeads(keys, values, positions, runs, bias, key_scale, value_scale, residual)
-
-
 def dequantized(columns: Mapping[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> dict[str, Tensor]:
     """Return columns without free places, with keys and values as the model made them.
 
@@ -47,7 +29,7 @@ def dequantized(columns: Mapping[str, Tensor], counts: Int[Tensor, "batch kv_hea
         counts: number of entries of each head.
     """
     own, errors = split_residual(columns)
-    residual = heads_of(errors, runs_of(errors["counts"].flatten().tolist()), None) if errors else None
-    whole = heads_of(own, runs_of(counts.flatten().tolist()), residual).whole()
+    residual = PackedHeads.of(errors, runs_of(errors["counts"].flatten().tolist()), None) if errors else None
+    whole = PackedHeads.of(own, runs_of(counts.flatten().tolist()), residual).whole()
     left = {name: column for name, column in own.items() if name not in STORED}
     return {**left, "keys": whole.keys, "values": whole.values}

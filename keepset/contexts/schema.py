@@ -16,12 +16,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.contexts.columns import ENTRIES, RESIDUAL, SCALES
+from keepset.contexts.columns import RESIDUAL
 from keepset.core.features.queries import WindowAttention
 from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.files import TensorLocation, below, is_count
 from keepset.kernels.columns import NAMES as MOMENTS
 from keepset.kernels.entry_format import format_of
+from keepset.kernels.packed import ENTRIES, SCALES
 from keepset.recipe import Recipe
 
 LAYER = "layers."

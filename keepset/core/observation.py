@@ -21,15 +21,13 @@ from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.core.sizes import Sizes
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
+from keepset.kernels.packed import BIAS
 from keepset.kernels.predictor import Networks, entry_codes
 from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
 _AT_ONCE = 2**24
 """The most numbers of keys that are read at a time, unless one head has more: 64 MiB in float32."""
-
-BIAS = "bias"
-"""The name of the one remembered number per entry that attention reads too: it is added to the logits."""
 
 
 @dataclass(frozen=True, eq=False, init=False)

@@ -16,13 +16,13 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from keepset.contexts.columns import ENTRIES, RESIDUAL, SCALES, STORED, heads_of, split_residual
+from keepset.contexts.columns import RESIDUAL, STORED, split_residual
 from keepset.core.keep_set import HeadCounts
 from keepset.core.observation import LazyObservation
 from keepset.kernels.attention import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
 from keepset.kernels.entry_format import FORMATS, EntryFormat, format_of
-from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
+from keepset.kernels.packed import ENTRIES, SCALES, HeadRun, PackedHeads, runs_of
 
 SLACK = 64
 """Free places per head that a store allocates at once when it grows, at least."""
@@ -109,7 +109,7 @@ class EntryStore:
     @cached_property
     def heads(self) -> PackedHeads:
         """The entries as attention takes them; recomputed after they or the residual's have moved (`_moved`)."""
-        return heads_of(self._columns, self._runs, None if self.residual is None else self.residual.heads)
+        return PackedHeads.of(self._columns, self._runs, None if self.residual is None else self.residual.heads)
 
     @property
     def attended(self) -> PackedHeads:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -13,6 +13,13 @@ from torch import Tensor
 
 from keepset.kernels.dispatch import CACHE_BLOCK, uses_triton
 from keepset.kernels.entry_format import EntryFormat, format_of
+
+ENTRIES = ("keys", "values", "positions")
+"""The columns that every layer has; all others are a method's own."""
+SCALES = {"keys": "key_scale", "values": "value_scale"}
+"""Two more columns if keys and values are stored in few bits: their scales."""
+BIAS = "bias"
+"""The name of the one remembered number per entry that attention reads too: it is added to the logits."""
 
 
 @dataclass
@@ -87,6 +94,19 @@ class PackedHeads:
     value_scale: Float[Tensor, " places"] | None = None
     residual: PackedHeads | None = None
     grown: int = 0
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Tensor], runs: Sequence[HeadRun], residual: PackedHeads | None) -> PackedHeads:
+        """Return the heads of a layer's columns.
+
+        Args:
+            columns: `[entries, ...]` each; of the optional ones a bias and the scales are taken.
+            runs: where the heads are in the columns.
+            residual: the rounding errors of the newest entries of every head; None if there are none.
+        """
+        keys, values, positions = (columns[name] for name in ENTRIES)
+        bias, key_scale, value_scale = (columns.get(name) for name in (BIAS, *SCALES.values()))
+        return cls(keys, values, positions, runs, bias, key_scale, value_scale, residual)
 
     @property
     def dtype(self) -> torch.dtype:

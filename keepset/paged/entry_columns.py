@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keepset.core.features.queries import WindowAttention
 from keepset.core.method import Method
-from keepset.core.observation import BIAS
+from keepset.kernels.packed import BIAS
 from keepset.paged.eviction import OccupiedPages
 from keepset.recipe import Recipe
 

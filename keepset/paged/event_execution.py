@@ -20,9 +20,10 @@ from torch import Tensor
 from keepset.core.features.moments import QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.keep_set import LayerKeepSet, LazyHostInts
-from keepset.core.observation import BIAS, Observation
+from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
+from keepset.kernels.packed import BIAS
 from keepset.paged.eviction import EvictionEvent, PageAssignment, max_layers_per_event
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.layout_table import EmptiedBlocks

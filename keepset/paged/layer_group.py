@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.core.observation import BIAS
 from keepset.core.rope import RotaryTable
 from keepset.core.statistics import HeadShare
+from keepset.kernels.packed import BIAS
 from keepset.kernels.page_format import PageFormat, encode_layers
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, QueryProjection

@@ -18,9 +18,9 @@ from vllm.logger import init_logger
 
 from keepset.contexts import file as context_files
 from keepset.contexts.columns import dequantized
-from keepset.core.observation import BIAS
 from keepset.errors import KeepsetError
 from keepset.kernels.entry_format import format_of
+from keepset.kernels.packed import BIAS
 from keepset.kernels.page_layout import PageLayout
 from keepset.paged.contexts import ContextPlacement, context_places
 from keepset.recipe import Recipe, Schedule

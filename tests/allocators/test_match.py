@@ -9,8 +9,8 @@ from torch import Tensor
 import keepset
 from keepset.allocators.post_processors import Match
 from keepset.core.features.queries import PaddedQueries, Reference, ReferenceQueries
-from keepset.core.observation import BIAS
 from keepset.hf.prompt_session import PromptSession
+from keepset.kernels.packed import BIAS
 from keepset.lab import texts
 from keepset.lab.compare.comparison import kl, mean
 from tests.hf.models import generate, left_padded, prompt, recipe, same_keep_set, tiny

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from keepset import Observation, Recipe
 from keepset.core.features.queries import WindowAttention
-from keepset.core.observation import BIAS
+from keepset.kernels.packed import BIAS
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import EngineSize

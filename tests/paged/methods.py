@@ -18,8 +18,9 @@ from keepset.core.feature import Needs
 from keepset.core.features.runtime_features import EntryBiases, RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
-from keepset.core.observation import BIAS, Observation
+from keepset.core.observation import Observation
 from keepset.core.traits import Traits, combine
+from keepset.kernels.packed import BIAS
 from keepset.methods.window import SnapKV
 
 
