@@ -98,7 +98,9 @@ def check_oracle(oracle: Oracle, recipe: str | None, some: list[Ask], engine: Re
         replay = oracle.replay(
             recipe and own_recipe(Recipe.parse(recipe), ask), ask.ids, tokens, engine.steps_of(index)
         )
-        assert replay.best == tokens
+        # An engine that schedules ahead has computed one token more when a request is aborted, and delivers it no more.
+        assert replay.best[: len(tokens)] == tokens
+        assert len(replay.best) - len(tokens) in (0, 1 if ask.abort is not None else 0)
         assert engine.events_of(index) == replay.events
     engine.check_nothing_left()
 
