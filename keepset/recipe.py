@@ -201,10 +201,10 @@ class Recipe:
 
     def budget_for(self, observations: Sequence[Observation]) -> Budget:
         """Return the budget in entries for the layers of one choice: `bytes` becomes a share of entries."""
-        return self.budget_of_sizes([(each.head_dim, each.value_dim) for each in observations])
+        return self.budget_of_sizes([each.entry_sizes for each in observations])
 
     def budget_of_sizes(self, sizes: Sequence[tuple[int, int]]) -> Budget:
-        """Return the budget of `budget_for`, given the numbers of a key and of a value for each layer."""
+        """Return the budget of `budget_for`, given the numbers of an entry's key and value for each layer."""
         if self.budget.bytes is None:
             return self.budget
         full = sum(FULL_BYTES * (key_size + value_size) for key_size, value_size in sizes)

@@ -68,7 +68,8 @@ class Contents(NamedTuple):
         requests: number of requests.
         padded: whether some of their tokens are padding.
         goes_on: whether its recipe compresses further while questions are asked.
-        prompt: number of tokens after which it does so.
+        prompt: number of tokens that count as its prompt.
+        next_event: number of tokens at which its recipe compresses next; None if it does not.
         text: digest of its tokens; "" if the file does not have it.
         opening: its first tokens, if every message begins with them.
         joint: tokens that come between the text and a question that begins with the opening.
@@ -87,6 +88,7 @@ class Contents(NamedTuple):
     padded: bool
     goes_on: bool
     prompt: int
+    next_event: int | None
     text: str
     opening: list[int]
     joint: list[int]
@@ -185,6 +187,7 @@ def contents(path: Path) -> Contents:
             padded="seen" in file,
             goes_on=reader.recipe.schedule.every is not None,
             prompt=metadata["progress"]["prompt"],
+            next_event=metadata["progress"]["next_event"],
             text=metadata.get("text", ""),
             opening=metadata.get("opening", []),
             joint=metadata.get("joint", []),
@@ -229,6 +232,7 @@ def save_entries(
     model: str,
     fingerprint: Mapping[str, str],
     tokens: Sequence[int],
+    next_event: int | None,
     layers: Mapping[int, Columns],
 ) -> None:
     """Write one request of another runtime into a file. All of its tokens count as its prompt.
@@ -237,17 +241,17 @@ def save_entries(
         recipe: the recipe that compressed the request.
         model: the name or folder by which the model is found.
         tokens: ids of all the request's tokens, dropped entries included.
+        next_event: number of tokens at which the recipe compresses next; None if it does not.
         layers: all layers of the model, by index.
     """
     length = len(tokens)
-    every = Recipe.parse(recipe).schedule.every
     tensors: dict[str, Tensor] = {name: torch.tensor([length]) for name in ("lengths", "prompts")}
     for index, columns in layers.items():
         tensors[f"{LAYER}{index}.counts"] = columns["counts"][None]
         tensors |= {f"{LAYER}{index}.columns.{name}": columns[name] for name in columns if name != "counts"}
     come_to = {
         **{"logical": length, "prompt": length, "compressed_at": None},
-        "next_event": None if every is None else length + every,
+        "next_event": next_event,
     }
     metadata = metadata_of(recipe, model, fingerprint, come_to, len(layers))
     write(path, {**metadata, "text": text_digest(tokens), "opening": [], "joint": []}, tensors)

@@ -254,6 +254,11 @@ class Observation:
         return self.values.shape[-1]
 
     @cached_property
+    def entry_sizes(self) -> tuple[int, int]:
+        """Return the numbers that an entry holds of a key and of a value, of which one may be part of the other."""
+        return self.head_dim, self.value_dim
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Return the type of keys and values."""
         return self.keys.dtype

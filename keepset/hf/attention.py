@@ -376,11 +376,31 @@ class KeepsetLength(int):
     """Length of a keepset layer: the only thing that the mask function learns about the cache."""
 
 
+class CachedTokens(NamedTuple):
+    """Tokens that a cache holds.
+
+    Attributes:
+        valid: which of them are no padding; None if all are.
+    """
+
+    valid: Bool[Tensor, "batch logical"] | None
+
+    def differ(self, shown: Bool[Tensor, "batch logical"]) -> Bool[Tensor, ""]:
+        """Return whether a mask hides some of them, or shows padding."""
+        return (~shown if self.valid is None else shown != self.valid.to(shown.device)).any()
+
+
 @dataclass(eq=False)
 class MaskRule:
-    """The arguments of one mask, which is evaluated when it is needed."""
+    """The arguments of one mask, which is evaluated when it is needed.
+
+    Attributes:
+        arguments: those of transformers' mask functions.
+        cached: what a cache knows of its tokens, for `real` to compare the mask with; None to compare with nothing.
+    """
 
     arguments: dict[str, Any]
+    cached: CachedTokens | None = None
     ndim = 4
     """Four, as for a finished mask: a model may pass its mask to a decoder that would convert a two-dimensional one."""
 
@@ -438,6 +458,7 @@ class MaskRule:
 
         Raises:
             UnsupportedModelError: layers that dropped entries cannot apply the mask.
+            KeepsetError: the mask hides cached tokens, or shows cached padding.
         """
         _ = self.shows_later  # which refuses other masks
         padding: Tensor | None = self.arguments.get("attention_mask")
@@ -447,7 +468,17 @@ class MaskRule:
         end = offset + int(self.arguments["q_length"])
         # The host reads it once. For a single token the positions before it are not needed; they would be many.
         first = offset if offset + 1 == end else 0
-        host_mask = padding[:, first:end].bool().cpu()
+        read = padding[:, first:end].bool()
+        if self.cached is not None:  # read together with the mask, so that the host waits once
+            read = torch.cat([self.cached.differ(padding[:, :offset].bool()).expand(len(read), 1), read], 1)
+        host_mask = read.cpu()
+        if self.cached is not None:
+            if bool(host_mask[0, 0]):
+                raise KeepsetError(
+                    "The attention mask hides tokens that the cache holds, or shows padding that it does not: give the "
+                    "mask that these tokens came with, followed by that of the new ones, or make a new cache."
+                )
+            host_mask = host_mask[:, 1:]
         positions = (host_mask.cumsum(-1) - 1).masked_fill(~host_mask, -1)[:, offset - first :]
         new = host_mask[:, offset - first :]
         return None if new.all() else RealTokens(padding[:, offset:end], new, positions)

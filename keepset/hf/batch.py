@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionInput, BatchedAttention, set_pending_attention, uncompiled
 from keepset.hf.cache import Cache
+from keepset.hf.forwards import Forwards
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.model_support import caches_latents, readers_of
 from keepset.hf.store import EntryStore
@@ -70,7 +71,7 @@ def go_together(
     return output.logits[:, -1], batch.errors
 
 
-class _Batch(TransformersCache):
+class _Batch(Forwards, TransformersCache):
     """Stands for all the caches in one call of the model."""
 
     def __init__(self, caches: Sequence[Cache], positions: Int[Tensor, "rows n"]) -> None:
@@ -78,6 +79,12 @@ class _Batch(TransformersCache):
         self._caches, self._attending = caches, False
         self._positions, self._lengths = positions, positions[:, -1] + 1
         self.errors: dict[int, Exception] = {}
+
+    def begin_forward(self) -> None:
+        self._of_each(lambda row, cache: cache.begin_forward())
+
+    def end_forward(self) -> None:
+        self._of_each(lambda row, cache: cache.end_forward())
 
     @uncompiled
     def update(

@@ -222,7 +222,12 @@ class Cache(ObservedCache):
                 layer.store.trim()
 
     def fork(self) -> Cache:
-        """Return an independent copy: what is appended to one is not seen by the other."""
+        """Return an independent copy: what is appended to one is not seen by the other.
+
+        Raises:
+            KeepsetError: a forward with this cache was interrupted.
+        """
+        self.require_whole_forward()
         copied = copy.copy(self)
         copied.progress = copy.copy(self.progress)
         copied.events, copied._unfinished, copied._waiting = list(self.events), {}, []
@@ -331,7 +336,8 @@ class Cache(ObservedCache):
         # Of all layers at once, since they hold the same: unless the event before has left them different numbers, or
         # their heads have other sizes.
         layers = self.compressed_layers
-        budget = self._budget([(up_to_event.key.shape[-1], up_to_event.value.shape[-1])])
+        key_size, value_size = up_to_event.key.shape[-1], up_to_event.value.shape[-1]
+        budget = self._budget([layer.store_type.entry_sizes(key_size, value_size)])
         basis = budget, held, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
             quotas = forecast_quotas(method, *basis, self._from_files)
@@ -339,7 +345,7 @@ class Cache(ObservedCache):
         return self._forecast[1][layers.index(layer.index)]
 
     def _budget(self, sizes: list[tuple[int, int]]) -> Budget:
-        """Return the budget in entries for layers whose keys and values have these sizes; computed once per size."""
+        """Return the budget in entries for layers whose entries have these sizes; computed once per size."""
         basis = sizes, None if self.progress is None else self.progress.images
         if self._in_entries is None or self._in_entries[0] != basis:
             self._in_entries = basis, self.recipe.budget_of_sizes(sizes).located(basis[1])
@@ -356,7 +362,9 @@ class Cache(ObservedCache):
         for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
             members = [each for stack in group for each in layers_of(stack)] if self._stacks_layers else group
             start = time.perf_counter()
-            budget = self._budget([(each.head_dim, each.value_dim) for each in members])
+            stores = [self.managed_layers[each.layer].store_type for each in members]
+            sizes = zip(stores, members, strict=True)
+            budget = self._budget([store.entry_sizes(each.head_dim, each.value_dim) for store, each in sizes])
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
                 keep_set.count()

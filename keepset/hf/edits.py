@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
 from keepset.errors import KeepsetError
+from keepset.hf.forwards import WholeForwards
 from keepset.hf.hooks import RopeDeltas
 from keepset.hf.layer import LayerState
 from keepset.hf.other_layers import HybridLayerState, cropped
@@ -16,7 +17,7 @@ from keepset.hf.progress import Progress
 from keepset.recipe import Schedule
 
 
-class EditableCache(TransformersCache):
+class EditableCache(WholeForwards, TransformersCache):
     """A transformers cache of keepset's layers and others, as `generate` edits it between two forwards.
 
     `ObservedCache` describes the attributes.
@@ -29,6 +30,7 @@ class EditableCache(TransformersCache):
     _rope: RopeDeltas | None
 
     def reorder_cache(self, beam_idx: Any) -> None:
+        self.require_whole_forward()
         if self.progress is None:
             super().reorder_cache(beam_idx)
             return
@@ -42,18 +44,21 @@ class EditableCache(TransformersCache):
             self._rope.reorder(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.require_whole_forward()
         if self.progress is None:
             super().batch_select_indices(indices)
         else:  # which all kinds of layers can
             self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.require_whole_forward()
         if self.progress is None:
             super().batch_repeat_interleave(repeats)
         else:
             self.reorder_cache(torch.arange(len(self.progress.tokens)).repeat_interleave(max(repeats, 0)))
 
     def crop(self, tokens_to_remove: int) -> None:
+        self.require_whole_forward()
         progress = self.progress
         if progress is None:
             super().crop(tokens_to_remove)

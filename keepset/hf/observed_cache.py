@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
@@ -22,8 +22,17 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables,
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
-from keepset.hf.attention import NAME, OTHER_PROMPT, SWITCHING, AttentionInput, set_pending_attention, uncompiled
+from keepset.hf.attention import (
+    NAME,
+    OTHER_PROMPT,
+    SWITCHING,
+    AttentionInput,
+    CachedTokens,
+    set_pending_attention,
+    uncompiled,
+)
 from keepset.hf.edits import EditableCache
+from keepset.hf.forwards import report_forwards
 from keepset.hf.hooks import AttentionHooks, ImageHooks, ModelHooks, PerplexityHooks, RopeDeltas, image_token_ids
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
@@ -80,6 +89,7 @@ class ObservedCache(EditableCache, KnowsText):
         self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
         with SWITCHING:
             model.set_attn_implementation(NAME)
+        report_forwards(model)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = own_layers(self._config, self._model_name)
@@ -123,6 +133,8 @@ class ObservedCache(EditableCache, KnowsText):
             layer.store_type = LatentStore
         self._waiting: list[Observation] = []
         self._attending = False
+        # Models write some states where they lie, past the cache.
+        self._has_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
 
     def _share(self, needs: Needs) -> None:
         """Tell layers how many others read their entries."""
@@ -177,6 +189,7 @@ class ObservedCache(EditableCache, KnowsText):
             )
         kept = self.managed_layers.get(layer_idx)
         if kept is None:
+            self.note_change()
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if kept.store is not None:
             held, new = kept.store.heads, (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
@@ -201,8 +214,22 @@ class ObservedCache(EditableCache, KnowsText):
             set_pending_attention(partial(self.attend, kept), key_states, value_states)
         return key_states, value_states
 
+    def begin_forward(self) -> None:
+        super().begin_forward()
+        # Of a call that was refused or interrupted.
+        self._attending = False
+        if self._hooks is not None:
+            self._hooks.forget()
+        if self._has_states:
+            self.note_change()
+
+    def end_forward(self) -> None:
+        if not self._waiting:  # for the model's logits
+            super().end_forward()
+
     def reset(self) -> None:
         super().reset()
+        super().end_forward()
         self.progress = None
         self._waiting.clear()
         self._attending = False
@@ -217,9 +244,13 @@ class ObservedCache(EditableCache, KnowsText):
     def attend(self, layer: LayerState, new: AttentionInput) -> Tensor:
         """Return a kept layer's attention, after handling the event that it reaches."""
         self._attending = False
+        first = layer.index == self.compressed_layers[0]
+        if first and new.mask is not None and self.progress is not None:
+            new.mask.cached = CachedTokens(self.progress.valid)
         new.real = None if new.mask is None else new.mask.real
-        if layer.index == self.compressed_layers[0]:
+        if first:
             self._advance(new)
+        self.note_change()
         progress = self.progress
         assert progress is not None and progress.positions is not None
         new.positions, new.cache_valid = progress.positions.to(new.key.device), progress.valid
@@ -366,6 +397,7 @@ class ObservedCache(EditableCache, KnowsText):
         """Complete the observations that waited for the model's logits, once its call is over."""
         self._waiting = [observation.with_features(perplexities) for observation in self._waiting]
         self._choose_waiting()
+        super().end_forward()
 
     @property
     def requests(self) -> int:
@@ -374,6 +406,7 @@ class ObservedCache(EditableCache, KnowsText):
 
     def resume(self) -> None:
         """Make the model continue with this cache's text, whatever other caches it ran with in between."""
+        self.require_whole_forward()
         if self.progress is not None and self._rope is not None:
             self._rope.recall()
 
@@ -403,6 +436,7 @@ class ObservedCache(EditableCache, KnowsText):
             raise KeepsetError(
                 f"{_NOTHING_GROWS.format(model='This model')}, so keepset has nothing to save or to ask."
             )
+        self.require_whole_forward()
         progress = self.progress
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
         waits = any(kept.has_readers_left for kept in self.managed_layers.values())

@@ -23,6 +23,7 @@ from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
 from keepset.hf.attention import AttentionInput, by_group, set_pending_attention
+from keepset.hf.forwards import decoder_of
 from keepset.hf.hooks import ModelHooks, before_calls, is_rotary
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import LogicalLayer
@@ -173,7 +174,7 @@ class SecondPasses(ModelHooks):
         return torch.cat(self._inputs, 1)[:, :length]
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        decoder = _decoder_of(model)
+        decoder = decoder_of(model)
         yield before_calls(decoder, self._enter)
         for module in _rotary(decoder):
             yield before_calls(module, self._rotate)
@@ -221,7 +222,7 @@ class SecondPasses(ModelHooks):
         """Run parts in one call of the model's decoder."""
         model = self._model()
         assert model is not None
-        decoder, reached = _decoder_of(model), length + max(len(part.tokens) for part in parts)
+        decoder, reached = decoder_of(model), length + max(len(part.tokens) for part in parts)
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and reached > longest and not list(_rotary(model)):
             raise UnsupportedModelError(
@@ -408,12 +409,6 @@ def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"
     if int(task.min()) < 0 or int(task.max()) >= known:
         raise KeepsetError(f"task_tokens has ids that the model does not know: use those from 0 to {known - 1}.")
     return task
-
-
-def _decoder_of(model: Any) -> Any:
-    """Return the part of a model that takes a cache; some models use the name decoder for their language head."""
-    decoder = model.get_decoder()
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def _rotary(model: nn.Module) -> Iterator[nn.Module]:

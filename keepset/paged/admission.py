@@ -24,6 +24,7 @@ class _Course:
         prompt, length: tokens of its prompt, and tokens that were processed.
         step: the step in which `length` was known.
         schedule: when it is compressed.
+        most: the most tokens that it ever has; None if that is not known.
         base: after a coming step `n` it will have `base + n` tokens.
         end: the last step for which its blocks are in the sums.
     """
@@ -32,6 +33,7 @@ class _Course:
     length: int
     step: int
     schedule: EvictionSchedule
+    most: int | None = None
     base: int = 0
     end: int = 0
 
@@ -41,7 +43,8 @@ class Admission:
 
     With compression every I tokens a request's blocks rise and fall. Requests have their maxima in different steps, so
     the largest sum over the coming steps is less than the sum of all maxima. The sums reach lcm(every, block size)
-    steps ahead: after that the pattern repeats. Requests that still grow after that are not forecast.
+    steps ahead: after that the pattern repeats. Requests that still grow after that are not forecast. A request that
+    ends before holds nothing from then on.
 
     The sums are kept by step. A request is added when it starts, its forecast piece by piece, and changed only if it
     did not follow the forecast. So neither a step nor a query visits all requests.
@@ -68,7 +71,9 @@ class Admission:
         self._ends: defaultdict[int, set[str]] = defaultdict(set)
         self._prompts: dict[str, int] = {}  # of requests whose prompts are being computed
 
-    def update(self, name: str, prompt: int, length: int, own: EvictionSchedule | None = None) -> None:
+    def update(
+        self, name: str, prompt: int, length: int, own: EvictionSchedule | None = None, most: int | None = None
+    ) -> None:
         """Note that a request is scheduled, again or for the first time.
 
         Args:
@@ -76,10 +81,11 @@ class Admission:
             prompt: tokens of its prompt.
             length: tokens that were processed.
             own: when it is compressed, if it has a budget of its own; with as many tokens between events.
+            most: the most tokens that it ever has, if that is known.
         """
         course = self._courses.get(name)
         if course is None:
-            self._courses[name] = course = _Course(prompt, length, self._step, own or self._schedule)
+            self._courses[name] = course = _Course(prompt, length, self._step, own or self._schedule, most)
             self._add(name, course)
             return
         if course.step == self._step and length > course.length:
@@ -97,7 +103,12 @@ class Admission:
             self._take(name, course)
 
     def required_blocks(
-        self, tokens: int, needed: int, held: Callable[[str], int], own: EvictionSchedule | None = None
+        self,
+        tokens: int,
+        needed: int,
+        held: Callable[[str], int],
+        own: EvictionSchedule | None = None,
+        most: int | None = None,
     ) -> int:
         """Return how many blocks must be free to admit a request, once those that run are scheduled.
 
@@ -106,6 +117,7 @@ class Admission:
             needed: blocks that it needs for them.
             held: returns the blocks that a running request has, by its name.
             own: when the waiting request is compressed, if it has a budget of its own.
+            most: the most tokens that it ever has, if that is known.
         """
         schedule = own or self._schedule
         late = list(takewhile(lambda name: self._courses[name].step != self._step, self._courses))
@@ -114,15 +126,15 @@ class Admission:
             self._move(name, self._courses[name])
         # A prompt's blocks are allocated chunk by chunk, but count from the first chunk on.
         missing = sum(
-            self._blocks(self._courses[name].schedule, prompt, prompt, 1)[0] - held(name)
+            self._blocks(self._courses[name].schedule, None, prompt, prompt, 1)[0] - held(name)
             for name, prompt in self._prompts.items()
         )
         steps = self._steps_until_compressed(tokens)
         newcomer = np.full(self._reach, needed, dtype=np.int64)
-        compressed = self._blocks(schedule, tokens, tokens, 1)[0]
+        compressed = self._blocks(schedule, most, tokens, tokens, 1)[0]
         newcomer[steps - self._steps_ahead :] += compressed - -(-tokens // schedule.block_size)
         if steps + 1 < self._reach:
-            later = self._blocks(schedule, tokens, tokens + 1, self._reach - steps)
+            later = self._blocks(schedule, most, tokens, tokens + 1, self._reach - steps)
             newcomer[steps + 1 :] = np.maximum(later[:-1], later[1:])
         coming = np.arange(self._step + 1, self._step + self._reach + 1)
         in_turns, after = self._sums.take(coming, axis=1, mode="wrap")
@@ -162,7 +174,7 @@ class Admission:
 
     def _change(self, course: _Course, first: int, last: int, sign: int) -> None:
         """Add a request's blocks in steps `first` to `last` to the sums; with `sign` -1, subtract them."""
-        blocks = self._blocks(course.schedule, course.prompt, course.base + first - 1, last - first + 2)
+        blocks = self._blocks(course.schedule, course.most, course.prompt, course.base + first - 1, last - first + 2)
         held = sign * np.stack((np.maximum(blocks[:-1], blocks[1:]), blocks[1:]))
         size = self._sums.shape[1]
         start = first % size
@@ -170,11 +182,14 @@ class Admission:
         self._sums[:, start : start + front] += held[:, :front]
         self._sums[:, : held.shape[1] - front] += held[:, front:]
 
-    def _blocks(self, schedule: EvictionSchedule, prompt: int, first: int, number: int) -> np.ndarray:
-        """Return a request's blocks in the steps from `first` tokens on; at least its prompt's blocks."""
+    def _blocks(self, schedule: EvictionSchedule, most: int | None, prompt: int, first: int, number: int) -> np.ndarray:
+        """Return a request's blocks in the steps from `first` tokens on: at least its prompt's blocks until it ends."""
         end = first + number
         tokens = np.arange(first, end)
-        held = -(-(np.maximum(tokens, prompt) + self._steps_ahead) // schedule.block_size)
+        ahead = np.maximum(tokens, prompt) + self._steps_ahead
+        if most is not None:  # no step is scheduled beyond its end
+            ahead = np.minimum(ahead, max(most, prompt))
+        held = -(-ahead // schedule.block_size)
         done = first
         while done < end:
             # Blocks that an event empties are freed when the next step is scheduled; between two events none are.
@@ -182,4 +197,4 @@ class Admission:
             until = end if event is None else min(event + 1, end)
             held[done - first : until - first] -= schedule.freed(prompt, done - 1)
             done = until
-        return held
+        return held if most is None else np.where(tokens > max(most, prompt), 0, held)

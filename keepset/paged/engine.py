@@ -58,6 +58,10 @@ class Pages(Protocol):
         """The size of a value."""
 
     @property
+    def entry_sizes(self) -> tuple[int, int]:
+        """The numbers that an entry holds of a key and of a value, of which one may be part of the other."""
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of keys and values as they are read."""
 

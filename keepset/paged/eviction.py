@@ -46,6 +46,7 @@ class EvictionSchedule:
         off: whether nothing is ever compressed.
         per_head: whether heads are attended as if they kept different numbers of entries, even if they do not.
         counted: False if the number of dropped entries does not follow from lengths, whatever the recipe.
+        next_event: the first event after the tokens that a request begins with; None if its prompt tells its events.
 
     Attributes:
         recipe, layers, kv_heads, block_size: as given.
@@ -68,8 +69,10 @@ class EvictionSchedule:
         off: bool = False,
         per_head: bool = False,
         counted: bool = True,
+        next_event: int | None = None,
     ) -> None:
         self.recipe, self.block_size, self._off = recipe, block_size, off
+        self._next_event = next_event
         self.fixed = recipe.method.traits.fixed_total and counted
         equal = recipe.method.traits.equal_heads or kv_heads == 1
         self.ragged = per_head or not (self.fixed and equal) or recipe.method.traits.biased
@@ -78,23 +81,31 @@ class EvictionSchedule:
         self._value_dim = value_dim
         self._budget = recipe.budget_of_sizes([(head_dim, head_dim if value_dim is None else value_dim)])
         self._kept: dict[tuple[int, int], int] = {}
-        self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
+        self._others: dict[tuple[Recipe | None, bool, int | None], EvictionSchedule] = {}
 
-    def with_recipe(self, recipe: Recipe | None, counted: bool = True) -> EvictionSchedule:
+    def with_recipe(
+        self, recipe: Recipe | None, counted: bool = True, next_event: int | None = None
+    ) -> EvictionSchedule:
         """Return the schedule of a request with a recipe of its own.
 
         Args:
             recipe: the request's recipe, with the same method as the group's; None if the request is never compressed.
             counted: False if the number of dropped entries does not follow from the request's length.
+            next_event: the first event after the tokens that the request begins with; None if its prompt tells it.
         """
         if len(self._others) > _OTHERS:
             self._others.clear()
-        if (recipe, counted) not in self._others:
+        if (recipe, counted, next_event) not in self._others:
             own = recipe or self.recipe, self._layer, self.layers, self.kv_heads, self._head_dim, self.block_size
-            self._others[recipe, counted] = EvictionSchedule(
-                *own, value_dim=self._value_dim, off=recipe is None, per_head=self.ragged, counted=counted
+            self._others[recipe, counted, next_event] = EvictionSchedule(
+                *own,
+                value_dim=self._value_dim,
+                off=recipe is None,
+                per_head=self.ragged,
+                counted=counted,
+                next_event=next_event,
             )
-        return self._others[recipe, counted]
+        return self._others[recipe, counted, next_event]
 
     def newest_event(self, prompt: int, length: int) -> int:
         """Return the newest event at or before `length` tokens; 0 if there was none."""
@@ -103,8 +114,9 @@ class EvictionSchedule:
             return 0
         if schedule.every is None:
             return prompt
-        passed = (length - prompt) // schedule.every
-        return prompt + passed * schedule.every if passed or schedule.prefill else 0
+        begin = self._begin(prompt, schedule.every)
+        passed = (length - begin) // schedule.every
+        return begin + passed * schedule.every if passed or schedule.prefill else 0
 
     def next_event(self, prompt: int, length: int) -> int | None:
         """Return the first event after `length` tokens, if there is one."""
@@ -115,7 +127,12 @@ class EvictionSchedule:
             return prompt
         if schedule.every is None:
             return None
-        return prompt + (max(length - prompt, 0) // schedule.every + 1) * schedule.every
+        begin = self._begin(prompt, schedule.every)
+        return begin + (max(length - begin, 0) // schedule.every + 1) * schedule.every
+
+    def _begin(self, prompt: int, every: int) -> int:
+        """Return the length from which events are counted."""
+        return prompt if self._next_event is None else self._next_event - every
 
     def upcoming(self, prompt: int, length: int) -> int | None:
         """Return the first event after `length` tokens; None if there is none, or if it is known to drop nothing."""

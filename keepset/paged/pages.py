@@ -41,6 +41,7 @@ class StridedPages:
         self.slots = blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.device = width * cache.itemsize, cache.device
         self.head_dim = self.value_dim = width // 2 if format is None else format.head_dim
+        self.entry_sizes = self.head_dim, self.value_dim
         self.dtype = cache.dtype if format is None else format.dtype
 
     def read_rows(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries width"]:
@@ -224,7 +225,7 @@ class PagedObservation(LazyObservation):
     def __init__(self, entries: PagedEntries, width: int, **parts: Any) -> None:
         pages, shape = entries.pages, (*entries.shape[:2], width)
         super().__init__(shape, pages.head_dim, pages.value_dim, pages.dtype, pages.device, **parts)
-        vars(self)["_entries"] = entries
+        vars(self).update(_entries=entries, entry_sizes=pages.entry_sizes)
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
         return self._entries.keys(heads)[:, :, : self.valid.shape[2]]

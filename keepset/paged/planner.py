@@ -72,7 +72,15 @@ class Planner:
         else:
             self.tables = EqualHeadTables(schedule, group, size.max_requests)
 
-    def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
+    def begin(
+        self,
+        name: str,
+        page: int,
+        layout: PageLayout,
+        recipe: Recipe | None,
+        prompt: int,
+        next_event: int | None,
+    ) -> None:
         """File a request that begins with a context.
 
         Args:
@@ -81,9 +89,10 @@ class Planner:
             layout: where the context's entries lie.
             recipe: compresses the request further; None to leave it as it is.
             prompt: tokens that count as its prompt.
+            next_event: its next event; None if there is none.
         """
         assert isinstance(self.tables, RaggedHeadTables)
-        own = self.schedule.with_recipe(recipe, counted=False)
+        own = self.schedule.with_recipe(recipe, False, next_event)
         self.tables.begin(page, layout)
         self.requests.begin(page, int(layout.length[0, 0]), RequestOverrides(name, True, own, prompt))
 

@@ -202,6 +202,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             stats.refused(known.ticket, why)  # for the front end, if it has asked
             known.denied = True
             request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens, and not end it
+        for manager in self._managers:  # the last token of an answer is never fed
+            manager.expect(request.request_id, request.num_prompt_tokens + request.max_tokens - 1)
 
     def _options(self, request: Request) -> RequestOptions:
         """Return a request's options. Behind a front end that signs, only signed options count."""

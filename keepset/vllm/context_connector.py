@@ -23,10 +23,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from keepset.errors import KeepsetError
 from keepset.paged.contexts import ContextPlacement
+from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, StepMessage
 from keepset.vllm.context_transfer import ContextLoader, ContextSaver, LoadJob, SaveJob, at_rest
-from keepset.vllm.contexts import ContextLibrary, OwnedContexts, SavedContext, check_save
+from keepset.vllm.contexts import ContextLibrary, OwnedContexts, SavedContext, check_save, queries_before
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.request_options import RequestOptions
@@ -158,7 +159,7 @@ class ContextConnector(BlockCountConnector):
         request.block_hashes = []
         request.update_block_hashes()
         request._all_token_ids[: context.tokens] = tokens
-        going_on = context.recipe, context.contents.prompt
+        going_on = context.recipe, context.contents.prompt, context.next_event
         self._manager.begin(request.request_id, request.block_hashes, placement, *going_on)
         self._asked[request.request_id] = _Asked(context, placement)
         if context.owner:
@@ -243,8 +244,13 @@ class ContextConnector(BlockCountConnector):
         blocks = [block.block_id for block in self._manager.req_to_blocks[name]]
         model, tokens = self._vllm_config.model_config.model, list(request.all_token_ids[:length])
         path = self._saves[name][1]
-        rests = at_rest(recipe, length > request.num_prompt_tokens)
-        self._to_save.append(SaveJob(name, path, rests, model, self._library.fingerprint, tokens, blocks))
+        rests = Recipe.parse(at_rest(recipe, length > request.num_prompt_tokens))
+        next_event = None
+        if rests.schedule.every is not None:  # the count goes on, but the file has no queries that were recorded
+            due = self._manager.next_event(request, length)
+            next_event = max(length + rests.schedule.every if due is None else due, length + queries_before(rests))
+        fingerprint = self._library.fingerprint
+        self._to_save.append(SaveJob(name, path, str(rests), model, fingerprint, tokens, next_event, blocks))
         return True
 
     @property

@@ -166,12 +166,13 @@ class ContextLoader:
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]
         if job.request not in self._gone:
             layout = PageLayout(*(part.to(device) for part in layout))
-            self._group.planner.begin(job.request, newest, layout, job.context.recipe, job.context.contents.prompt)
+            going_on = job.context.recipe, job.context.contents.prompt, job.context.next_event
+            self._group.planner.begin(job.request, newest, layout, *going_on)
         self._done.add(job.request)
 
 
 def at_rest(recipe: str | None, answered: bool) -> str:
-    """Return the recipe of a saved file: all tokens so far count as its prompt, which is not compressed again.
+    """Return the recipe of a saved file: all tokens so far count as its prompt, at whose end nothing is compressed.
 
     Args:
         recipe: the recipe by which the request was compressed; None if it was not compressed.
@@ -195,6 +196,7 @@ class SaveJob:
         model: the name of the model.
         fingerprint: the model's fingerprint.
         tokens: the request's token ids.
+        next_event: number of tokens at which the recipe compresses next; None if it does not.
         blocks: the request's blocks, by logical position.
     """
 
@@ -204,6 +206,7 @@ class SaveJob:
     model: str
     fingerprint: dict[str, str] = field(repr=False)
     tokens: list[int] = field(repr=False)
+    next_event: int | None
     blocks: list[int]
 
 
@@ -258,14 +261,14 @@ class ContextSaver:
         }
         job.path.parent.parent.mkdir(mode=0o700, exist_ok=True)  # only this server may read conversations
         job.path.parent.mkdir(exist_ok=True)
-        recipe = job.recipe
+        recipe, next_event = job.recipe, job.next_event
         if not Recipe.parse(recipe).method.traits.biased:  # entries have biases only if they come from a context
             biases = [columns.pop(BIAS) for columns in layers.values() if BIAS in columns]
             if any(bias.any() for bias in biases):
-                recipe = _BIASED
+                recipe, next_event = _BIASED, None
                 for columns, bias in zip(layers.values(), biases, strict=True):
                     columns[BIAS] = bias
-        context_files.save_entries(job.path, recipe, job.model, job.fingerprint, job.tokens, layers)
+        context_files.save_entries(job.path, recipe, job.model, job.fingerprint, job.tokens, next_event, layers)
 
 
 def _packed(part: dict[int, context_files.Columns] | str) -> Tensor:

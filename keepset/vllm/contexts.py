@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +24,7 @@ from keepset.contexts import file as context_files
 from keepset.contexts.fingerprint import difference, make, stored_weights, text_digest, token_bytes
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
+from keepset.recording import RecordedFeatures
 from keepset.vllm.settings import is_compressed, recipe_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_VERSION = re.compile(r"[^@]+@\d{20}-[0-9a-f]+" + re.escape(SUFFIX))
 _FOLDER = "saved"
 _UNFINISHED = ".unfinished"
 """A folder beside those of owners. No owner can have this name."""
@@ -68,15 +70,17 @@ class OwnedContexts:
         self._unfinished = contexts / _FOLDER / _UNFINISHED
 
     def newest(self) -> dict[str, Path]:
-        """Return the newest version of every context, by name. Versions are named in the order of their times."""
-        return {path.name.split("@")[0]: path for path in sorted(self._files())}
+        """Return the newest version of every context, by name."""
+        return _newest(self._files())
 
     def unfinished(self, name: str) -> Path:
         """Return a path for a new version of a context. It does not count before it is committed."""
-        return self._unfinished / f"{name}@{time.time_ns():020d}-{uuid4().hex[:8]}{SUFFIX}"
+        return self._unfinished / f"{name}@{uuid4().hex}{SUFFIX}"
 
     def commit(self, unfinished: Path, limit: int, used: Collection[Path]) -> None:
         """Make a written version the newest one.
+
+        Versions are named in their order: by the time, or after the newest one if a clock was ahead when that was made.
 
         Args:
             unfinished: its path, from `unfinished`.
@@ -89,9 +93,12 @@ class OwnedContexts:
         size = unfinished.stat().st_size
         if size > limit:
             unfinished.unlink()
-            raise KeepsetError(f"{unfinished.name!r} has {size} bytes, and an owner's contexts may have {limit}.")
+            raise KeepsetError(f"{_name_of(unfinished)!r} has {size} bytes, and an owner's contexts may have {limit}.")
         self.folder.mkdir(exist_ok=True)
-        finished = self.folder / unfinished.name
+        name = _name_of(unfinished)
+        before = self.newest().get(name)
+        version = time.time_ns() if before is None else max(time.time_ns(), _version_of(before) + 1)
+        finished = self.folder / f"{name}@{version:020d}-{uuid4().hex[:8]}{SUFFIX}"
         os.replace(unfinished, finished)
         self.sweep(limit, used, finished)
 
@@ -101,14 +108,16 @@ class OwnedContexts:
         Args:
             limit: bytes that all of the owner's contexts may have together; None to delete no contexts.
             used: files that requests still need, which are never deleted.
-            last: the file that is deleted last.
+            last: the file that is deleted last, and never as a replaced version.
         """
         if limit is None:
             return
-        newest, stats = set(self.newest().values()), {}
+        stats = {}
         for path in self._files():
             with suppress(OSError):
                 stats[path] = path.stat()
+        # Other servers save into this folder meanwhile, so it is read once.
+        newest = {*_newest(stats).values(), last}
         total = sum(stat.st_size for stat in stats.values())
         for path in sorted(stats, key=lambda path: (path in newest, path == last, stats[path].st_atime_ns)):
             if path not in used and (path not in newest or total > limit):
@@ -130,7 +139,27 @@ class OwnedContexts:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def _files(self) -> list[Path]:
-        return [path for path in self.folder.glob(f"*@*{SUFFIX}") if path.is_file()]
+        return [path for path in self.folder.glob(f"*@*{SUFFIX}") if _VERSION.fullmatch(path.name) and path.is_file()]
+
+
+def _newest(files: Iterable[Path]) -> dict[str, Path]:
+    """Return the newest version of every name among some files."""
+    return {_name_of(path): path for path in sorted(files, key=lambda path: (_version_of(path), path.name))}
+
+
+def _name_of(path: Path) -> str:
+    """Return the name of the context that a version is of."""
+    return path.name.split("@")[0]
+
+
+def _version_of(path: Path) -> int:
+    """Return the number by which versions of a context are ordered."""
+    return int(path.name.split("@")[1].split("-")[0])
+
+
+def queries_before(recipe: Recipe) -> int:
+    """Return how many of the newest queries a compression after the prompt looks at."""
+    return RecordedFeatures.of(recipe.method.traits.needs, recipe.schedule.every).reach()
 
 
 def check_save(limit: int | None, name: str, objection: str = "") -> None:
@@ -185,6 +214,11 @@ class SavedContext:
         return Recipe.parse(self.contents.header.recipe) if self.contents.goes_on else None
 
     @property
+    def next_event(self) -> int | None:
+        """The number of tokens at which requests compress it next; None if they do not compress it."""
+        return self.contents.next_event
+
+    @property
     def title(self) -> str:
         """The name under which its requests are counted, which is different for each owner."""
         return f"{self.owner}/{self.name}" if self.owner else self.name
@@ -223,10 +257,10 @@ class ContextLibrary:
         Raises:
             KeepsetError: there is none, or it cannot be served with this model.
         """
-        own = OwnedContexts(self.folder, owner).newest().get(name)
         context = None
         if Path(name).name == name and "\0" not in name:  # no path: nothing outside of the folder can be named
-            context = self._at(own or self.folder / f"{name}{SUFFIX}", name, owner if own else "")
+            # Another server may replace a version, and delete it, between the two steps.
+            context = self._newest_of(name, owner) or self._newest_of(name, owner)
         if context is None:
             raise KeepsetError(f"There is no context {name!r} on this server; {self._others(owner)}.")
         return context
@@ -242,16 +276,26 @@ class ContextLibrary:
             KeepsetError: there is none, it is damaged, or it cannot be served with this model.
         """
         context = self.named(name, owner)
-        if context.digest not in self._whole:
-            try:
-                context_files.entries(context.path, context.digest)
-            except KeepsetError as error:
-                self.named(name, owner)  # raises if the file is gone
-                self._known[context.path] = self._known[context.path][0], error
-                self._listed.pop(context.path.parent, None)
-                raise
-            self._whole.add(context.digest)
+        try:
+            self._check_whole(context)
+        except KeepsetError as error:
+            newer = self.named(name, owner)  # raises if the file is gone
+            if newer.digest != context.digest:  # it has been replaced meanwhile
+                self._check_whole(newer)
+                return newer
+            self._known[context.path] = self._known[context.path][0], error
+            self._listed.pop(context.path.parent, None)
+            raise
         return context
+
+    def _check_whole(self, context: SavedContext) -> None:
+        if context.digest not in self._whole:
+            context_files.entries(context.path, context.digest)
+            self._whole.add(context.digest)
+
+    def _newest_of(self, name: str, owner: str) -> SavedContext | None:
+        own = OwnedContexts(self.folder, owner).newest().get(name)
+        return self._at(own or self.folder / f"{name}{SUFFIX}", name, owner if own else "")
 
     def question(self, context: SavedContext, prompt: Sequence[int]) -> tuple[list[int], bool]:
         """Return the question in the prompt of a request that names a context.
@@ -378,9 +422,9 @@ class ContextLibrary:
     def _goes_on(self, contents: context_files.Contents) -> bool:
         """Return whether requests can compress a context further: the next event reads only data that is to come."""
         own, engine = Recipe.parse(contents.header.recipe), self._recipe
+        assert contents.next_event is not None
         same = engine is not None and (own.method, own.schedule.every) == (engine.method, engine.schedule.every)
-        newest, every = own.method.traits.needs.newest, own.schedule.every or 0
-        return same and contents.prompt == contents.header.tokens and newest <= every
+        return same and contents.next_event - queries_before(own) >= contents.header.tokens
 
     def _others(self, owner: str) -> str:
         names = sorted({*OwnedContexts(self.folder, owner).newest(), *self._shared()})
@@ -398,8 +442,10 @@ class ContextLibrary:
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
             "it has images, which a server cannot compare with those of a request": contents.images,
-            f"its requests are compressed further, for which the server's recipe must have its method and every= "
-            f"({contents.header.recipe})": contents.goes_on and not self._goes_on(contents),
+            "its requests are compressed further, for which the server's recipe must have its method and every=, and "
+            f"its next compression must look at new queries alone ({contents.header.recipe})": (
+                contents.goes_on and not self._goes_on(contents)
+            ),
             "not all layers of its model are compressed": len(contents.counts) != contents.layers or contents.states,
             f"it has {contents.layers} layers, and the model {layers}": contents.layers != layers,
             "its heads have another size than the model's": contents.sizes != {self._model.get_head_size()},

@@ -44,6 +44,7 @@ class CPUPages:
         kv_cache = joined(caches)
         blocks, self.kv_heads, self.block_size, width = caches[place].shape
         self.head_dim = self.value_dim = width // 2
+        self.entry_sizes = self.head_dim, self.value_dim
         self.slots = blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
         self.dtype, self.device, self.format = kv_cache.dtype, kv_cache.device, None

@@ -34,6 +34,7 @@ class LatentPages(StridedPages):
     def __init__(self, caches: Sequence[Shaped[Tensor, "blocks 1 block_size row"]], place: int, latent: int) -> None:
         super().__init__(caches, place)
         self.head_dim, self.value_dim = caches[place].shape[3], latent
+        self.entry_sizes = latent, self.head_dim - latent
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
         return self.read_rows(subpages)

@@ -87,6 +87,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._coming: tuple[str, RunningRequest] | None = None
         self._own: dict[str, OwnSchedule] = {}
         self._drafting: dict[str, Request] = {}
+        self._most: dict[str, int] = {}
         self._reserved: dict[str, KVCacheBlock] = {}
 
     def schedule_of(self, request_id: str) -> EvictionSchedule:
@@ -101,6 +102,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             recipe: its recipe, with the same method as the engine's; None if it is never compressed.
         """
         self._own[request_id] = OwnSchedule(self.schedule.with_recipe(recipe))
+
+    def expect(self, request_id: str, most: int) -> None:
+        """Note that a new request never has more than `most` tokens whose keys and values are computed."""
+        self._most[request_id] = most
 
     def watch_drafts(self, request: Request) -> None:
         """Make a new request's drafts end before its events; one manager does so for all groups of layers."""
@@ -124,9 +129,16 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             before: its tokens before the step.
             after: its tokens after the step.
         """
+        return self.schedule_of(request.request_id).due(self._prompt_of(request), before, after)
+
+    def next_event(self, request: Request, length: int) -> int | None:
+        """Return the first event of a request after `length` tokens; None if there is none."""
+        return self.schedule_of(request.request_id).next_event(self._prompt_of(request), length)
+
+    def _prompt_of(self, request: Request) -> int:
+        """Return how many tokens count as a request's prompt."""
         own = self._own.get(request.request_id)
-        prompt = request.num_prompt_tokens if own is None or own.prompt is None else own.prompt
-        return self.schedule_of(request.request_id).due(prompt, before, after)
+        return request.num_prompt_tokens if own is None or own.prompt is None else own.prompt
 
     def reserve(self, request_id: str) -> int:
         """Take a free block as the first of a waiting request, and return its id; there must be a free block."""
@@ -167,7 +179,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             )
         known.length, schedule = processed_computed_tokens, known.schedule
         if self._admission is not None:
-            self._admission.update(request_id, known.prompt, known.length, schedule)
+            self._admission.update(request_id, known.prompt, known.length, schedule, self._most.get(request_id))
         if known.next_release is not None and known.length >= known.next_release:
             self.release(request_id, schedule.freed(known.prompt, known.length))
             known.next_release = schedule.next_event(known.prompt, known.length)
@@ -189,7 +201,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         if self._admission is None or not kwargs.get("apply_admission_cap") or begins_with_context:
             return needed
         held, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
-        return self._admission.required_blocks(num_tokens, needed, held, schedule)
+        return self._admission.required_blocks(num_tokens, needed, held, schedule, self._most.get(request_id))
 
     def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """Allocate blocks as vLLM does, after the reserved one; from now on the request runs."""
@@ -197,7 +209,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             self._requests[request_id] = running = self._coming[1]
             self._coming = None
             if self._admission is not None:
-                self._admission.update(request_id, running.prompt, running.length, running.schedule)
+                most = self._most.get(request_id)
+                self._admission.update(request_id, running.prompt, running.length, running.schedule, most)
         if (reserved := self._reserved.pop(request_id, None)) is None:
             return super().allocate_new_blocks(request_id, *args, **kwargs)
         self.req_to_blocks[request_id].append(reserved)
@@ -218,6 +231,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def forget(self, request_id: str) -> None:
         """Forget an ended request, and its context if no other request has it."""
         self._drafting.pop(request_id, None)
+        self._most.pop(request_id, None)
         own = self._own.pop(request_id, None)
         first = None if own is None else own.first_hash
         if first is not None and all(first != other.first_hash for other in self._own.values()):
@@ -230,6 +244,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         placement: ContextPlacement,
         recipe: Recipe | None,
         prompt: int,
+        next_event: int | None,
     ) -> None:
         """Make a waiting request begin with a context.
 
@@ -239,8 +254,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             placement: the context's place in its blocks.
             recipe: the recipe that compresses it further; None if nothing does.
             prompt: tokens that count as its prompt.
+            next_event: its next event; None if there is none.
         """
-        schedule, first = self.schedule.with_recipe(recipe, counted=False), block_hashes[0] if placement.own else None
+        schedule = self.schedule.with_recipe(recipe, False, next_event)
+        first = block_hashes[0] if placement.own else None
         self._own[request_id] = OwnSchedule(schedule, prompt, placement, first)
         if first is not None:
             self._prefixes[first] = placement

@@ -76,11 +76,16 @@ class KeepSpec(FullAttentionSpec):
             self.layer,
             self.layers,
             self.num_kv_heads,
-            self.head_size,
+            self._entry_sizes[0],
             self.block_size,
-            value_dim=self.value_size,
+            value_dim=self._entry_sizes[1],
             per_head=self.per_head,
         )
+
+    @property
+    def _entry_sizes(self) -> tuple[int, int]:
+        """The numbers that an entry holds of a key and of a value."""
+        return self.head_size, self.value_size
 
     @cached_property
     def contexts(self) -> dict[Any, ContextPlacement]:
@@ -105,6 +110,10 @@ class KeepSpec(FullAttentionSpec):
 @dataclass(frozen=True, kw_only=True)
 class KeepLatentSpec(KeepSpec, MLAAttentionSpec):
     """The growing cache of layers that cache latents; see `KeepSpec`."""
+
+    @property
+    def _entry_sizes(self) -> tuple[int, int]:
+        return self.value_size, self.head_size - self.value_size
 
 
 def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:
