@@ -61,6 +61,8 @@ class RotaryLayout:
 
         Rotation is linear in cosines and sines. So replaying the module with cosines and sines of 0 and 1, set by one
         bit of their indices at a time, shows where each of them goes. Zeros stay exact in every precision.
+
+        A number may be 0 in every query, as a norm's scale of 0 makes it. Its partner tells how both rotate.
         """
         bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
         none, one = torch.zeros(len(bits), size), torch.ones(1, size)
@@ -69,10 +71,12 @@ class RotaryLayout:
         plain, turned = (queries[:, :, at].abs().flatten(0, 1).T for at in (0, 2))
         there = (queries != 0).any(0).any(0)
         still, (cos_bits, sin_bits) = there[1], there[3:].split(len(bits))
-        partner = torch.cdist(turned, plain, p=1).argmin(-1)
+        partner = _partners(turned, plain, still)
         sign = (queries[:, :, 2] * queries[:, :, 0, partner]).sum((0, 1)).sign().int().masked_fill(still, 0)
+        sign = sign.where(sign != 0, -sign[partner])
         worth = 2 ** torch.arange(len(bits), device=queries.device)[:, None]
         cos, sin = ((each * worth).sum(0).clamp(max=size - 1).masked_fill(still, 0) for each in (cos_bits, sin_bits))
+        cos, sin = cos.where(plain.any(-1), cos[partner]), sin.where(turned.any(-1), sin[partner])
         index = torch.arange(len(cos), device=cos.device)
         in_order = len(cos) == size and bool(((cos == index) & (sin == index) & ~still).all())
         changes, partner = scales or bool(sign.any()), partner.masked_fill(still, 0)
@@ -96,6 +100,31 @@ class RotaryLayout:
         cos, sin = rotation
         # Queries in a narrower type are widened by the product, without a copy.
         return queries * cos[:, None] + queries[..., self.partner] * sin[:, None]
+
+
+def _partners(
+    turned: Float[Tensor, "head_dim rows"], plain: Float[Tensor, "head_dim rows"], still: Bool[Tensor, " head_dim"]
+) -> Int[Tensor, " head_dim"]:
+    """Return the number that each number of a query rotates with; each is the partner of its own partner.
+
+    Args:
+        turned: magnitudes of the numbers after a quarter turn: those of their partners.
+        plain: magnitudes of the numbers themselves.
+        still: which numbers do not rotate.
+    """
+    distance = torch.cdist(turned, plain, p=1).cpu()
+    distance = (
+        (distance + distance.T).masked_fill(still.cpu() | still.cpu()[:, None], torch.inf).fill_diagonal_(torch.inf)
+    )
+    partners = list(range(len(distance)))
+    # Numbers that are the same in every query have several candidates: each takes the first that is free.
+    for number in range(len(distance)):
+        nearest = int(distance[number].argmin())
+        if bool(distance[number, nearest].isfinite()):
+            partners[number], partners[nearest] = nearest, number
+            distance[:, [number, nearest]] = torch.inf
+            distance[[number, nearest]] = torch.inf
+    return torch.tensor(partners, device=plain.device)
 
 
 @dataclass

@@ -19,9 +19,13 @@ from tests.tiers import FULL
 
 LENGTH, NEW = 24, 3
 RECIPES = [
-    "snapkv(window=4, keep=12)", "knorm(keep=12, every=4)", "pool(adakv(snapkv(window=4)), keep=12)",
-    "quantized(match(reread), keep=16)", "expected_attention(buffer=4, keep=12, every=4)", "adakv(ams(tova), recent=4, keep=12, every=4)",
-]  # fmt: skip
+    "snapkv(window=4, keep=12)",
+    "knorm(keep=12, every=4)",
+    "pool(adakv(snapkv(window=4)), keep=12)",
+    "quantized(match(reread), keep=16)",
+    "expected_attention(buffer=4, keep=12, every=4)",
+    "adakv(ams(tova), recent=4, keep=12, every=4)",
+]
 MODELS = ["llama_deep", "gemma3", "lfm2", *HYBRIDS]
 ENDED = "ended before its last layer"
 

@@ -94,3 +94,48 @@ def test_what_inference_mode_found_serves_after_it(recipe: str, tmp_path: Path) 
     past = keepset.Cache(model, recipe.format(str(file)))
     model(ids, past_key_values=past)
     assert past.keep_set is not None
+
+
+def spoil(weight: Tensor, kind: str, size: int) -> None:
+    """Make channels of every head's queries dead, equal or huge: rows of a projection, `[heads * size, hidden]`."""
+    rows = weight.data.view(-1, size, weight.shape[1])
+    match kind:
+        case "dead":
+            rows[:, [2, size // 2 + 1]] = 0
+        case "dead pair":
+            rows[:, [0, 1, size // 2, size // 2 + 1]] = 0
+        case "dead head":
+            rows[0] = 0
+        case "equal":
+            rows[:, 1:4], rows[:, size - 2 :] = rows[:, :1], -rows[:, 4:5]
+        case "equal pairs":
+            rows[:, : size // 2], rows[:, size // 2 :] = rows[:, :1], rows[:, -1:]
+        case "huge":
+            rows[:, 3] *= 300
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("kind", ["dead", "dead pair", "dead head", "equal", "equal pairs", "huge"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "cohere", "llama_yarn", "ministral3", "smollm3"])
+@torch.no_grad()
+def test_channels_that_are_dead_equal_or_huge(architecture: str, kind: str) -> None:
+    """Random weights never have them, and real models do: a norm's scale of Gemma 3 is exactly 0 in one channel."""
+    model, seen, ids = copy.deepcopy(tiny(architecture)), {}, prompt(1, LENGTH)
+    for layer in model.model.layers:
+        spoil(layer.self_attn.q_proj.weight, kind, layer.self_attn.head_dim)
+
+    def observe(observation: Observation, budget: Any, keep_set: Any) -> None:
+        seen[observation.layer] = observation
+
+    past = keepset.Cache(model, "expected_attention(skip=0, keep=12)", observer=observe)
+    with hidden_states(model) as hidden:
+        model(ids, past_key_values=past)
+    for index, layer in enumerate(model.model.layers):
+        module = layer.self_attn
+        queries = module.q_proj(hidden[index][0][0]).unflatten(-1, (-1, module.head_dim))
+        if hasattr(module, "q_norm"):
+            queries = module.q_norm(queries)
+        turned = rotated(module, model.model.rotary_emb, queries.transpose(0, 1), LENGTH)
+        mean, _ = seen[index][QueryMoments(0)].ahead(1)
+        scale = float(turned.abs().max())
+        torch.testing.assert_close(mean[0], turned.mean(1), rtol=1e-3, atol=1e-5 * scale)
