@@ -85,12 +85,17 @@ Start = Callable[..., Any]
 
 
 @pytest.fixture
-def start(folder: Path, tiny_model: PreTrainedModel) -> Start:
-    """Starts servers of the model: what asks one, for status and answer; all messages go to `answers`."""
+def model_config(tiny_model: PreTrainedModel) -> SimpleNamespace:
+    """The part of vLLM's configuration that says what the model is."""
     config = tiny_model.config
     sizes = {"get_head_size": lambda: config.head_dim, "get_vocab_size": lambda: config.vocab_size}
     named = {"model": config.name_or_path, "architecture": "LlamaForCausalLM", "hf_text_config": config}
-    model_config = SimpleNamespace(**named, **sizes, dtype=torch.float32, max_model_len=512)
+    return SimpleNamespace(**named, **sizes, dtype=torch.float32, max_model_len=512)
+
+
+@pytest.fixture
+def start(folder: Path, model_config: SimpleNamespace) -> Start:
+    """Starts servers of the model: what asks one, for status and answer; all messages go to `answers`."""
 
     def started(inner: Any, folder: Path = folder, answers: list[Any] | None = None, **more: Any) -> Any:
         said = {"keepset_contexts": str(folder), "keepset_signed": True, **more}
@@ -260,7 +265,7 @@ def written(who: Any, name: str, size: int, used: Any = ()) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(bytes(size))
     who.commit(path, 100, used)
-    return who.folder / path.name
+    return who.newest()[name]
 
 
 def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
@@ -279,6 +284,60 @@ def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
     with pytest.raises(KeepsetError, match="has 101 bytes"):
         written(mine, "d", 101)
     assert mine.newest() == {"a": again, "c": third} and not list(again.parent.parent.glob(".unfinished/*"))
+
+
+def test_a_server_that_saves_deletes_no_context_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever another server commits while one reads the folder, only versions that have a newer one may go."""
+    one, two = (served_contexts.OwnedContexts(tmp_path, served_contexts.EVERYBODY) for _ in range(2))
+    files, saved = one._files, iter("bcdefgh")
+
+    def between() -> list[Path]:
+        found = files()
+        written(two, next(saved), 10)
+        return found
+
+    monkeypatch.setattr(one, "_files", between)
+    for _ in range(2):
+        written(one, "a", 10)
+    assert set(two.newest()) == set("abcdefgh") - set(saved) and len(two.newest()) > 3
+
+
+def test_the_newest_version_is_the_last_saved_whatever_clocks_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = served_contexts.OwnedContexts(tmp_path, served_contexts.EVERYBODY)
+    for number, time_ns in enumerate([10**18, 10**18 - 10**15, 10**18 - 10**15, 10**19, 10**18]):
+        monkeypatch.setattr("time.time_ns", lambda now=time_ns: now)
+        path = written(mine, "chat", number + 1)
+        assert path.stat().st_size == number + 1 and list(mine.folder.iterdir()) == [path]
+
+
+def test_a_version_that_another_server_replaces_is_looked_for_again(
+    folder: Path, model_config: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned = served_contexts.OwnedContexts(tmp_path, served_contexts.EVERYBODY)
+    whole = (folder / "manual.safetensors").read_bytes()
+
+    def saved() -> Path:
+        path = owned.unfinished("chat")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(whole)
+        owned.commit(path, 10**9, ())
+        return owned.newest()["chat"]
+
+    config = SimpleNamespace(additional_config={"keepset_contexts": str(tmp_path)}, model_config=model_config)
+    library, newest = served_contexts.ContextLibrary(tmp_path, config), served_contexts.OwnedContexts.newest
+    first, calls = saved(), []
+
+    def replaced(self: Any) -> dict[str, Path]:
+        found = newest(self)
+        if not calls:
+            calls.append(first)
+            calls.append(saved())
+        return found
+
+    monkeypatch.setattr(served_contexts.OwnedContexts, "newest", replaced)
+    assert library.named("chat", served_contexts.EVERYBODY).path == calls[1] != first and not first.exists()
 
 
 def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: Path) -> None:
