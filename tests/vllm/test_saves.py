@@ -197,6 +197,74 @@ def test_what_was_saved_is_there_after_a_restart_that_saves_nothing(
     after.check_nothing_left()
 
 
+LONG = {
+    "newest": "tova(keep=40, every=24)",
+    "window": "snapkv(window=8, keep=40, every=32)",
+    "ragged": "adakv(snapkv(window=4), keep=48, every=24)",
+}
+TURNS, NEW, SHORT = 14, 9, 8
+"""Turns of a chat that each have fewer tokens than lie between two events: those of a message and of its answer."""
+
+
+class LongChat(NamedTuple):
+    """What an engine is asked, what it should answer, and the events of each turn: where, and what stays."""
+
+    asks: list[Ask]
+    answers: list[list[int]]
+    events: list[list[keepset.hf.progress.Event]]
+
+
+@torch.no_grad()
+def long_chat(model: PreTrainedModel, recipe: str) -> LongChat:
+    """A chat under transformers, whose cache goes on from turn to turn.
+
+    A file holds no queries, so after a turn the next event waits until all that it looks at are new.
+    """
+    cache, said = keepset.Cache(model, recipe, history=True), IDS[1500:1650]
+    chat, saved = LongChat([], [], []), 0
+    for number in range(TURNS):
+        name = {"save": "long", "owner": ONE} | ({"context": "long"} if number else {})
+        chat.asks.append(Ask(said, SHORT, add=30 * number, extra=sealed(**name)))
+        seen, answer, new = len(cache.events), list[int](), said[saved:]
+        while len(answer) < SHORT:
+            logits = model(torch.tensor([new]), past_key_values=cache, use_cache=True).logits
+            new = [int(logits[0, -1].argmax())]
+            answer += new
+        chat.answers.append(answer)
+        chat.events.append(cache.events[seen:])
+        said, saved = [*said, *answer, *IDS[400 + 20 * number : 400 + 20 * number + NEW]], len(said) + SHORT - 1
+        for layer in cache.managed_layers.values():
+            layer.decoding.next = max(layer.decoding.next, saved + layer.decoding.recorder.reach)
+    return chat
+
+
+@pytest.mark.full
+def test_a_chat_of_short_turns_is_compressed_again_and_again(
+    tiny: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    chats = {name: long_chat(tiny_model, recipe) for name, recipe in LONG.items()}
+    folders = {name: tmp_path / name for name in LONG}
+    for folder in folders.values():
+        folder.mkdir()
+    engines = answers_of(
+        {
+            name: serving(tiny, folders[name], chats[name].asks, recipe, 10**7, signed=True)
+            for name, recipe in LONG.items()
+        }
+    )
+    for name, some in chats.items():
+        engine = result(engines, name)
+        assert engine.tokens == some.answers
+        for turn, events in enumerate(some.events):
+            assert [event["at"] for event in engine.events[turn]] == [event.length for event in events]
+        assert sum(map(len, some.events)) > 5
+        cache = keepset.Cache.load(owned.OwnedContexts(folders[name], ONE).newest()["long"], tiny_model)
+        keep, every = cache.recipe.budget.keep, cache.recipe.schedule.every
+        counts = torch.tensor([layer.store.counts for layer in cache.managed_layers.values()])
+        assert counts.double().mean() <= keep + every + cache.managed_layers[0].decoding.recorder.reach
+        engine.check_nothing_left()
+
+
 def test_what_ranks_gather_arrives_bit_for_bit() -> None:
     """Columns of any type and length, or why a rank has nothing."""
     from keepset.vllm import context_transfer
