@@ -35,18 +35,22 @@ ask 200 GET /v1/models
 model=$(grep -o '"id": *"[^"]*"' "$answer" | head -1 | cut -d '"' -f 4)
 ask 200 GET /metrics
 has '^keepset:recipe'
+budget=200 # the status of a request with a budget of its own
+grep -q '^keepset:recipe{recipe="none"}' "$answer" && budget=400
 before=$(dropped)
 
 ask 200 POST /v1/completions "{\"model\": \"$model\", \"prompt\": \"The capital of France is\", \"max_tokens\": 4, \"temperature\": 0}"
 has '"text"'
-# A prompt of some 250 tokens under a budget of 64 entries: most of it must be dropped, whatever the server's recipe.
+# A prompt of some 250 tokens under a budget of 64 entries: most of it must be dropped, whatever the server's recipe. A
+# server of contexts alone has none.
 long=$(yes 'One line of a text that is long enough.' | head -25 | tr '\n' ' ')
-ask 200 POST /v1/completions "{\"model\": \"$model\", \"prompt\": \"$long\", \"max_tokens\": 4, \"keepset\": {\"keep\": 64}}"
+ask "$budget" POST /v1/completions "{\"model\": \"$model\", \"prompt\": \"$long\", \"max_tokens\": 4, \"keepset\": {\"keep\": 64}}"
 ask 400 POST /v1/completions "{\"model\": \"$model\", \"prompt\": \"Hello\", \"keepset\": {\"keep\": \"much\"}}"
 ask 400 POST /v1/completions "{\"model\": \"$model\", \"prompt\": \"Hello\", \"keepset\": {\"context\": \"no such context\"}}"
 ask 200 GET /v1/contexts
 has '"refused"'
 
+[ "$budget" = 200 ] || { echo "ok      the server compresses no prompts"; exit 0; }
 # Counters are written by the engine's processes a moment later.
 for _ in 1 2 3 4 5; do
   ask 200 GET /metrics

@@ -17,6 +17,8 @@ from keepset.vllm.settings import KEY, SIGNED, as_words, engine_args
 
 _ADDITIONAL = "--additional-config"
 _MIDDLEWARE = "keepset.serving.middleware.RequestMiddleware"
+_DETAILS = "--enable-prompt-tokens-details"
+"""Makes answers say how many of a prompt's tokens were in a cache, those of contexts among them."""
 _SHORTEST = len("--add")
 _SECRET = ("--api-key", "--hf-token", "--watermark-config")
 _GPUS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
@@ -109,6 +111,8 @@ def command(
     words += as_words(args)
     if with_keepset:
         words += ["--middleware", _MIDDLEWARE]
+        if not any(has_option(rest, name) for name in (_DETAILS, _DETAILS.replace("--", "--no-"))):
+            words.append(_DETAILS)
     if not has_option(rest, "--host"):
         words += ["--host", "127.0.0.1"]
     return [*words, *rest]

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from keepset.errors import KeepsetError
+from keepset.serving.usage import UsageCounter
 from keepset.vllm import stats
 from keepset.vllm.contexts import EVERYBODY, SUFFIX, ContextLibrary, check_save, owner_of
 from keepset.vllm.request_options import RequestOptions, has_key, parse_options
@@ -112,7 +113,8 @@ class _RequestHandler:
                 body = json.dumps(request).encode()
                 scope = {**scope, "headers": _sized(scope["headers"], body)}
                 refusal = partial(self._refusal, scope, options.ticket)
-                answer = _Answer(send, refusal, sealed.partition(" ")[0].encode())
+                counter = None if options.context is None else _counter(options.ticket, request.get("n"))
+                answer = _Answer(send, refusal, sealed.partition(" ")[0].encode(), counter)
                 await answer.by(self._app, scope, _repeated(body, receive))
                 return
         await self._app(scope, _repeated(body, receive), send)
@@ -217,11 +219,24 @@ def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
     return parse_options(request.pop(KEY))
 
 
+def _counter(ticket: str, number: Any) -> UsageCounter:
+    """Return what counts the tokens of a request's context; vLLM counts a prompt with `number` answers once."""
+    answers = number if isinstance(number, int) and number > 0 else 1
+
+    def tokens() -> tuple[int, int]:
+        before, prompt = stats.tokens_in_front(ticket)
+        return before // answers, prompt
+
+    return UsageCounter(tokens)
+
+
 class _Answer:
     """Sends vLLM's answer without the object's signature, or the engine's reason if it has refused the request."""
 
-    def __init__(self, send: Send, refusal: Callable[[], str | None], signature: bytes) -> None:
-        self._send, self._refusal, self._signature = send, refusal, signature
+    def __init__(
+        self, send: Send, refusal: Callable[[], str | None], signature: bytes, counter: UsageCounter | None
+    ) -> None:
+        self._send, self._refusal, self._signature, self._counter = send, refusal, signature, counter
         self._start: Message | None = None
         self._status, self._refused, self._held = 0, False, b""
 
@@ -238,14 +253,20 @@ class _Answer:
             # Held back until the first piece of the body, which may be a refusal.
             self._start, self._status = message, message["status"]
             return
-        body = message.get("body", b"")
+        body, more = message.get("body", b""), message.get("more_body", False)
+        if self._counter is not None:
+            body = self._counter.shown(body, more)
+            if more and not body:
+                return
         if self._refused or ((self._status >= 500 or b'"error"' in body) and await self._refuse()):
             return
         if self._start is not None:
+            if self._counter is not None:
+                self._start = {**self._start, "headers": _sized(self._start["headers"], None if more else body)}
             await self._send(self._start)
             self._start = None
         shown = (self._held + body).replace(self._signature, b"*" * len(self._signature))
-        self._held = _beginning(shown, self._signature) if message.get("more_body", False) else b""
+        self._held = _beginning(shown, self._signature) if more else b""
         await self._send({**message, "body": shown[: len(shown) - len(self._held)]})
 
     async def _refuse(self) -> bool:
@@ -266,10 +287,10 @@ def _beginning(body: bytes, signature: bytes) -> bytes:
     return next((body[-length:] for length in lengths if signature.startswith(body[-length:])), b"")
 
 
-def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a request with another body."""
+def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes | None) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a message with another body; None if its size is not known."""
     others = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-    return [*others, (b"content-length", str(len(body)).encode())]
+    return others if body is None else [*others, (b"content-length", str(len(body)).encode())]
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:

@@ -143,6 +143,7 @@ class ContextConnector(BlockCountConnector):
             request.prompt_token_ids = [0] * context.tokens + question
             request._all_token_ids[:] = request.prompt_token_ids
             request.num_prompt_tokens = len(request.prompt_token_ids)
+            stats.in_front(options.ticket, context.tokens, request.num_prompt_tokens)
         self._begin(request, context)
 
     def _begin(self, request: Request, context: SavedContext) -> None:

@@ -94,8 +94,12 @@ class EngineContext:
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
         check(config, recipe)
-        stats.serving(str(recipe))
-        logger.info("keepset serves %s", recipe)
+        if is_compressed(config):
+            stats.serving(str(recipe))
+            logger.info("keepset serves %s", recipe)
+        else:
+            stats.serving(None)
+            logger.info("keepset compresses no prompts, and serves the contexts in %s", contexts_of(config))
         # Requests with images have their own recipes if the recipe says that images, or text, always stay.
         self.config, self.recipe = config, recipe.located(())
         self.projections: dict[str, VLLMQueryProjection] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ _REQUEST = np.dtype(
 )
 
 _CONTEXT = np.dtype([("name", "S255"), ("requests", "i8"), ("loads", "i8")])
+
+_IN_FRONT = np.dtype([("number", "i8"), ("ticket", "S32"), ("tokens", "i8"), ("prompt", "i8")])
 
 _SENTENCE = 1000
 _REFUSAL = np.dtype([("number", "i8"), ("ticket", "S32"), ("why", f"S{_SENTENCE}")])
@@ -74,12 +77,12 @@ def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) 
     _append("requests", _REQUEST, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
 
 
-def serving(recipe: str) -> None:
-    """Note which recipe this engine serves."""
+def serving(recipe: str | None) -> None:
+    """Note which recipe this engine serves, with the names of its files in place of their paths; None for no recipe."""
     if FOLDER in os.environ:
         path = Path(os.environ[FOLDER]) / _RECIPE
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(recipe, encoding="utf-8")
+        path.write_text("none" if recipe is None else re.sub("'[^']*/", "'", recipe), encoding="utf-8")
 
 
 def context_used(name: str, loaded: bool) -> None:
@@ -107,6 +110,18 @@ def refusal(ticket: str) -> str | None:
     said = (row["why"] for row in _rows("refusals", _REFUSAL) if row["ticket"] == ticket.encode())
     why = next(said, None)
     return None if why is None else why.decode(errors="ignore")
+
+
+def in_front(ticket: str, tokens: int, prompt: int) -> None:
+    """Note how many tokens a context has in front of the prompt of a request, and how many these are in all."""
+    if ticket:
+        _append("in_front", _IN_FRONT, ticket.encode(), tokens, prompt)
+
+
+def tokens_in_front(ticket: str) -> tuple[int, int]:
+    """Return the tokens in front of all prompts of a ticket, and those of its newest prompt in all."""
+    rows = [row for row in _rows("in_front", _IN_FRONT) if row["ticket"] == ticket.encode()]
+    return sum(int(row["tokens"]) for row in rows), int(rows[-1]["prompt"]) if rows else 0
 
 
 def name_folder() -> None:

@@ -51,7 +51,7 @@ def save_model(folder: Path, **more: Any) -> Path:
 @contextmanager
 def served(
     model: Path,
-    recipe: str,
+    recipe: str | None,
     options: Sequence[str] = (),
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
@@ -59,7 +59,9 @@ def served(
 ) -> Iterator[tuple[ServerProcess, httpx.Client]]:
     """A server that answers, and a client of it; `contexts` are as `command` takes them."""
     port = free_port()
-    words = command(str(model), Recipe.parse(recipe), [*OPTIONS, *options, "--port", str(port)], **contexts)
+    words = command(
+        str(model), Recipe.parse(recipe) if recipe else None, [*OPTIONS, *options, "--port", str(port)], **contexts
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**SPARING, **(env or {})}.items():
             patch.setenv(name, value)

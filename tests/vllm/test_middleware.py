@@ -239,6 +239,56 @@ def test_nobody_says_whose_contexts_they_are(start: Start) -> None:
     assert posted(ask, {"save": "a"})[0] == 200
 
 
+CACHED = {"prompt_tokens_details": {"cached_tokens": 96}}
+USAGES: dict[str, tuple[Any, Any]] = {
+    "completions": (
+        {"usage": {"prompt_tokens": 36, "completion_tokens": 5, "total_tokens": 41} | CACHED},
+        {"usage": {"prompt_tokens": 136, "completion_tokens": 5, "total_tokens": 141} | CACHED},
+    ),
+    "responses": (
+        {"response": {"usage": {"input_tokens": 36, "output_tokens": 5, "total_tokens": 41}}},
+        {"response": {"usage": {"input_tokens": 136, "output_tokens": 5, "total_tokens": 141}}},
+    ),
+    "messages": (
+        {"message": {"usage": {"input_tokens": 0, "output_tokens": 5, "cache_read_input_tokens": 96}}},
+        {"message": {"usage": {"input_tokens": 40, "output_tokens": 5, "cache_read_input_tokens": 96}}},
+    ),
+    "nothing": ({"usage": None, "text": 'of "usage"'}, {"usage": None, "text": 'of "usage"'}),
+}
+
+
+@pytest.mark.parametrize("cut", [1, 10**6, 7], ids=["bytes", "whole", "pieces"])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", USAGES)
+def test_usage_counts_the_tokens_of_a_context(name: str, streams: bool, cut: int, start: Start, counted: None) -> None:
+    """The engine puts 100 tokens in front of a prompt of 36, and vLLM's front end says 36."""
+    given, expected = USAGES[name]
+
+    def answer(body: Any) -> tuple[int, list[bytes]]:
+        for _ in range(body.get("n", 1)):  # vLLM counts the prompt of several answers once
+            stats.in_front(from_signed(body["vllm_xargs"]["keepset"]).ticket, 100, 136)
+        text = json.dumps(given)
+        if streams:
+            text = f'event: a\ndata: {{"text": "é"}}\n\ndata: {text}\n\ndata: [DONE]\n\n'
+        whole = text.encode()
+        return 200, [whole[first : first + cut] for first in range(0, len(whole), cut)]
+
+    sent: list[Any] = []
+    ask = start(Inner(answer), answers=sent)
+    for more in ({}, {"n": 3}):
+        sent.clear()
+        try:
+            ask("POST", COMPLETIONS, {"prompt": "", "keepset": {"context": "manual"}, **more})
+        except ValueError:  # a stream is no JSON
+            assert streams
+        text = text_of(sent)
+        lines = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        assert (lines[1] if streams else json.loads(text)) == expected
+        if streams:
+            assert lines[0] == {"text": "é"} and text.endswith("\n\ndata: [DONE]\n\n")
+        assert not more or name != "nothing" or text
+
+
 def test_a_key_sees_its_own(folder: Path, start: Start) -> None:
     from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 

@@ -122,6 +122,28 @@ def test_questions_saves_and_tenants(ask: Ask) -> None:
     assert used["chat"] == 0 and used["manual"] == used_before + 1
 
 
+def test_usage_has_all_tokens_on_every_route(ask: Ask, with_keys: Running) -> None:
+    """Those of the context that a question is asked about, which were in a cache."""
+    _, client, _ = with_keys
+    listed = client.get("/v1/contexts", headers={"authorization": "Bearer one"}).json()["data"]
+    (tokens,) = {each["tokens"] for each in listed if each["id"] == "manual"}
+    user, words = {"role": "user", "content": "What?"}, {"keepset": {"context": "manual"}}
+    for path, body, names in (
+        ("/v1/completions", {"prompt": [7, 8, 9]}, ("prompt_tokens", "prompt_tokens_details")),
+        ("/v1/completions", {"prompt": [7, 8, 9], "n": 2}, ("prompt_tokens", "prompt_tokens_details")),
+        ("/v1/chat/completions", {"messages": [user]}, ("prompt_tokens", "prompt_tokens_details")),
+        ("/v1/responses", {"input": "What?"}, ("input_tokens", "input_tokens_details")),
+        ("/v1/messages", {"messages": [user]}, ("input_tokens", None)),
+    ):
+        usage, plain = (ask(path, **body, **more)["usage"] for more in (words, {}))
+        said, details = names
+        if details is None:
+            assert usage["input_tokens"] + usage["cache_read_input_tokens"] == plain["input_tokens"] + tokens
+            continue
+        assert usage[said] == plain[said] + tokens and usage[details]["cached_tokens"] >= tokens
+        assert usage["total_tokens"] == plain["total_tokens"] + tokens
+
+
 def test_a_prompt_of_embeddings_has_no_context(ask: Ask) -> None:
     stored = io.BytesIO()
     torch.save(torch.randn(20, 64), stored)
