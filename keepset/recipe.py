@@ -18,7 +18,7 @@ from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.traits import FULL_BYTES
 from keepset.errors import BudgetError, RecipeError
-from keepset.registry import METHODS, find, parameters_of
+from keepset.registry import METHODS, depends_on_methods, find, parameters_of
 
 
 @dataclass(frozen=True)
@@ -249,6 +249,7 @@ def check_schedule(recipe: Recipe) -> None:
             raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
 
 
+@depends_on_methods
 @cache
 def in_full(text: str) -> str:
     """Return a recipe's text with all omitted defaults; budget and schedule are not checked against each other.
@@ -263,6 +264,7 @@ def in_full(text: str) -> str:
     return _text_of(_for_budget(method, options), _given_options(options), in_full=True)
 
 
+@depends_on_methods
 @cache
 def in_short(text: str) -> str:
     """Return a text of `in_full` without today's defaults, for people to read.

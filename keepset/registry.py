@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import keyword
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from keepset.allocators.ams import AMS
 from keepset.allocators.heads import AdaKV, ChunkKV, CriticalKV, Uniform
@@ -57,8 +59,17 @@ _SPELLINGS: dict[str, tuple[str, Mapping[str, Any]]] = {"int8": ("quantized", {"
 """Other names of methods in recipes, and the parameters for which such a name stands."""
 
 
+_of_methods: list[Any] = []
+"""Functions whose caches hold facts of methods."""
+
+Cached = TypeVar("Cached", bound=Callable[..., Any])
+
+
 def register(method: type[Method]) -> type[Method]:
     """Add your own method, and return it; recipe texts can then use its name, which must be unique.
+
+    A class of the same module and name replaces the one before, as when a notebook's cell runs again. Recipes that were
+    made before keep theirs.
 
     Raises:
         RecipeError: if it is not a method, lacks a name or `@dataclass(frozen=True)`, or has another method's name.
@@ -67,6 +78,11 @@ def register(method: type[Method]) -> type[Method]:
         raise RecipeError(f"{method!r} is no class of methods: register a class that derives from keepset.Method.")
     if not getattr(method, "name", ""):
         raise RecipeError(f"{method.__name__} has no name for recipes: give the class name = '...'.")
+    if not method.name.isidentifier() or keyword.iskeyword(method.name):
+        raise RecipeError(
+            f"{method.__name__} has the name {method.name!r}, which no recipe can contain: use letters, digits and _, "
+            "and a letter first."
+        )
     annotated = vars(method).get("__annotations__", {}).items()
     undeclared = [name for name, kind in annotated if "ClassVar" not in str(kind)]
     if undeclared and "__dataclass_params__" not in vars(method):
@@ -74,10 +90,19 @@ def register(method: type[Method]) -> type[Method]:
             f"{method.__name__} has the parameter {undeclared[0]!r} and is no dataclass, so that recipes could not set "
             "it: put @dataclass(frozen=True) above the class, below @register."
         )
-    if METHODS.get(method.name, method) is not method:
+    known = METHODS.get(method.name, method)
+    if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):
         raise RecipeError(f"A method named {method.name!r} is registered already: choose another name.")
     _methods[method.name] = method
+    for cached in _of_methods:
+        cached.cache_clear()
     return method
+
+
+def depends_on_methods(cached: Cached) -> Cached:
+    """Return a function with a cache, whose results are forgotten whenever a method is registered."""
+    _of_methods.append(cached)
+    return cached
 
 
 def find(name: str) -> type[Method] | None:
@@ -105,6 +130,8 @@ def load_methods() -> None:
     Raises:
         KeepsetError: a module cannot be imported.
     """
+    if os.environ.get(MODULES) and (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # the last, so that its modules hide no others
     for module in _modules():
         try:
             import_module(module)
@@ -122,7 +149,10 @@ def _modules() -> Iterator[str]:
 
 
 def add(module: str) -> None:
-    """Make this process, and its child processes, import a module for its methods; the name is Python's dotted name.
+    """Make this process, and its child processes, import a module for its methods, also one of the current folder.
+
+    Args:
+        module: Python's dotted name of it.
 
     Raises:
         KeepsetError: it is not a module's name.

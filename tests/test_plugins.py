@@ -14,14 +14,17 @@ import pytest
 from torch import Tensor
 
 from keepset import Budget, KeepsetError, Observation, Recipe, registry
+from keepset.core.features.moments import HiddenMoments
 from keepset.core.method import Method, parameter
 from keepset.errors import RecipeError
-from keepset.registry import GROUP, MODULES, add, load_methods
+from keepset.recipe import in_full
+from keepset.registry import GROUP, MODULES, add, load_methods, register
 from tests.methods.naive import Shape, observe
 
 MODULE = '''
 from dataclasses import dataclass
 
+from keepset.core.features.moments import HiddenMoments
 from keepset.core.method import Method, parameter
 from keepset.registry import register
 
@@ -106,5 +109,49 @@ def test_what_is_wrong_about_a_module_or_method_is_said() -> None:
         registry.register(Forgotten)
     with pytest.raises(RecipeError, match="register a class that derives from keepset"):
         registry.register(lambda observation: observation)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="'my method', which no recipe can contain"):
+        registry.register(type("Spaced", (Short,), {"name": "my method"}))
+    for wrong, words in (
+        (lambda self, observation: None, "returned NoneType as scores: its score must be a tensor"),
+        (lambda self, observation: observation[HiddenMoments(0)].mean, "put .* into their needs"),
+    ):
+        with pytest.raises(KeepsetError, match=words):
+            type("Wrong", (Short,), {"score": wrong})().select(observe(Shape((7,), 2, 1, 2, 2)), Budget(3))
     with pytest.raises(KeepsetError, match=r"short has returned scores of the shape \[1, 2, 6\].*here is \[1, 2, 7\]"):
         Short().select(observe(Shape((7,), 2, 1, 2, 2)), Budget(3))
+
+
+def cell(default: float) -> type[Method]:
+    """What a notebook's cell does, each time that it runs."""
+
+    @dataclass(frozen=True)
+    class MyMethod(Method):
+        """Keeps what comes first."""
+
+        name = "mine_of_a_test"
+        power: float = parameter(default)
+
+        def score(self, observation: Observation) -> Tensor:
+            return -observation.positions.float()
+
+    return MyMethod
+
+
+def test_a_cell_that_runs_again_replaces_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
+    monkeypatch.setattr(registry, "METHODS", registry._methods)
+    first, second = cell(1.0), cell(2.0)
+    register(first)
+    assert "power=1.0" in in_full("mine_of_a_test(keep=3)")
+    register(second)
+    assert registry.find("mine_of_a_test") is second and "power=2.0" in in_full("mine_of_a_test(keep=3)")
+    with pytest.raises(RecipeError, match="registered already: choose another name"):
+        register(type("Another", (first,), {}))
+
+
+@pytest.mark.full
+def test_a_module_of_the_current_folder_is_found(tmp_path: Path) -> None:
+    (tmp_path / "my_methods.py").write_text(MODULE, encoding="utf-8")
+    script = [str(Path(sys.executable).parent / "keepset"), "--plugin", "my_methods", "methods", "later_of_a_test"]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0 and "Keeps what comes later." in done.stdout, done.stderr

@@ -193,7 +193,10 @@ class Feature(ABC, Generic[Value]):
 
     def missing(self) -> KeepsetError:
         """Return the error for a missing value."""
-        return KeepsetError(f"This method looks at {self.name}: give Observation(features={{{self!r}: ...}}).")
+        return KeepsetError(
+            f"This method looks at {self.name}, which its traits do not name: put {self!r} into their needs, or give "
+            f"Observation(features={{{self!r}: ...}})."
+        )
 
 
 class Needs:

@@ -129,6 +129,11 @@ class Method(ABC):
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
         """Return the layer's entries in order: those that always stay first, holes last."""
         scores = self.score(observation)
+        if not isinstance(scores, Tensor):
+            raise KeepsetError(
+                f"{self.name} has returned {type(scores).__name__} as scores: its score must be a tensor with a number "
+                "for each entry, [batch, kv_heads, entries]."
+            )
         if scores.shape != observation.valid.shape:
             raise KeepsetError(
                 f"{self.name} has returned scores of the shape {list(scores.shape)}: its score must have a number for "

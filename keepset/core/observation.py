@@ -329,7 +329,10 @@ class Observation:
             KeepsetError: if no queries were collected.
         """
         if self.queries is None or self.query_positions is None:
-            raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
+            raise KeepsetError(
+                "This method looks at the newest queries, which its traits do not name: put RecentQueries(window) into "
+                "their needs, or give Observation(queries=...)."
+            )
         return self.queries[:, :, -window:], self.query_positions[:, -window:]
 
     def window_attention(self, window: int) -> Float[Tensor, "batch query_heads window entries"]:
