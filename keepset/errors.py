@@ -1,5 +1,6 @@
 """The errors that keepset raises for bad input, by kinds that a service may treat differently."""
 
+import importlib.metadata
 from pathlib import Path
 
 _QUOTED = 200
@@ -38,3 +39,11 @@ def quoted(path: Path | str) -> str:
     """Return a path in quotes, cut off where it is very long."""
     text = str(path)
     return repr(text) if len(text) <= _QUOTED else repr(f"{text[:_QUOTED]}...")
+
+
+def installation(extra: str) -> str:
+    """Return the command that installs what an extra of keepset asks for; no package index has keepset itself."""
+    marker = f'extra == "{extra}"'
+    needed = [line.partition(";") for line in importlib.metadata.requires("keepset") or []]
+    wanted = " ".join(f'"{name.strip()}"' for name, _, condition in needed if marker in condition.replace("'", '"'))
+    return f"`pip install {wanted}`"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset.errors import KeepsetError, UnsupportedModelError, quoted
+from keepset.errors import KeepsetError, UnsupportedModelError, installation, quoted
 
 if TYPE_CHECKING:
     import transformers
@@ -175,7 +175,7 @@ def load_processor(model: "transformers.PreTrainedModel") -> Any:
         cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
         raise UnsupportedModelError(
             f"The image processor of {name!r} cannot be loaded ({cause}): give a folder that has one, and install what "
-            "it needs (`pip install 'keepset[images]'`)."
+            f"it needs ({installation('images')})."
         ) from error
     if not hasattr(processor, "image_processor"):
         raise UnsupportedModelError(f"{name!r} has no image processor: give a folder that has one.")

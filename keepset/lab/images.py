@@ -7,7 +7,7 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset.errors import CorruptFileError, KeepsetError, UnsupportedModelError
+from keepset.errors import CorruptFileError, KeepsetError, UnsupportedModelError, installation
 from keepset.lab.texts import SENTINEL, chat_frame, chat_parts
 from keepset.models import load_processor
 
@@ -51,7 +51,7 @@ def decode_image(content: bytes, name: str) -> "Image":
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
-        raise KeepsetError("Images need the package pillow: run `pip install 'keepset[images]'`.") from error
+        raise KeepsetError(f"Images need the package pillow: run {installation('images')}.") from error
     if len(content) > MAX_BYTES:
         raise KeepsetError(f"{name} has more than {MAX_BYTES // 2**20} MB: give a smaller image.")
     try:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,13 @@ def _essay_folder() -> Path:
 
 
 def read(path: Path) -> str:
-    """Return the text of a UTF-8 file; raise `KeepsetError` if it cannot be read or has only white space."""
+    """Return the text of a UTF-8 file; raise `KeepsetError` if it cannot be read or has only white space.
+
+    Args:
+        path: the file, or - for standard input.
+    """
+    if str(path) == "-":
+        return read_standard_input("The text")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -79,6 +86,24 @@ def read(path: Path) -> str:
         raise CorruptFileError(f"{str(path)!r} is not UTF-8: give a UTF-8 text file.") from error
     if not text.strip():
         raise KeepsetError(f"{str(path)!r} is empty: give a UTF-8 text file with some text in it.")
+    return text
+
+
+def read_standard_input(name: str) -> str:
+    """Return all of standard input, which can be read once, as UTF-8.
+
+    Args:
+        name: what the text is, as the beginning of a sentence.
+
+    Raises:
+        KeepsetError: it is closed, no UTF-8, or has only white space.
+    """
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except (AttributeError, ValueError, OSError) as error:
+        raise KeepsetError(f"{name} cannot be read from standard input ({error}): write UTF-8 text to it.") from error
+    if not text.strip():
+        raise KeepsetError(f"{name} is empty: standard input has no text, or another option has read it.")
     return text
 
 

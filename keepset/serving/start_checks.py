@@ -14,7 +14,7 @@ from keepset import models
 from keepset.contexts.fingerprint import sample_of, stores_other_weights
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables
-from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.errors import KeepsetError, UnsupportedEngineError, installation
 from keepset.recipe import Recipe
 from keepset.serving.command import has_option, option
 from keepset.vllm.recipe_support import objections
@@ -34,11 +34,11 @@ def check_installed() -> None:
         UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise UnsupportedEngineError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
+        raise UnsupportedEngineError(f"vLLM is not installed: run {installation('vllm')}.")
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     ours = {plugin.name for plugin in plugins if plugin.module.split(".")[0] == "keepset"}
     if not ours:
-        raise UnsupportedEngineError('vLLM would not find keepset\'s plug-in: run `pip install "keepset[vllm]"` again.')
+        raise UnsupportedEngineError("vLLM would not find keepset's plug-in: install keepset again.")
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ours.isdisjoint(allowed.split(",")):
         raise UnsupportedEngineError(

@@ -7,7 +7,7 @@ from transformers import DynamicCache
 from keepset.lab.latency import latency
 from keepset.lab.record import FULL
 from keepset.recipe import Recipe
-from tests.hf.models import tiny
+from tests.hf.models import hooks_on, tiny
 
 
 def prompt(length: int) -> torch.Tensor:
@@ -67,12 +67,9 @@ def test_peak_memory_is_that_of_the_generation(monkeypatch: pytest.MonkeyPatch) 
 def test_what_cannot_run_says_why_and_nothing_stays_on_the_model() -> None:
     model = tiny("llama")
 
-    def hooks() -> int:
-        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
-
-    before = hooks()
+    before = hooks_on(model)
     list(latency(model, [prompt(20)], Recipe.parse_list("expected_attention(keep=16, every=2)"), 4, 1))
-    assert hooks() == before
+    assert hooks_on(model) == before
     recipes = Recipe.parse_list("qfilter(stats='nowhere', keep=8), knorm(keep=8)")
     *_, timings = latency(model, [prompt(20)], recipes, output_tokens=2, rounds=1)
     assert [bool(each.error) for each in timings] == [False, True, False]

@@ -31,7 +31,7 @@ DEEP = 7
 
 class _WithoutVLLM(pytest.Module):
     def collect(self) -> Iterable[pytest.Item]:
-        pytest.skip("vLLM is not installed: pip install 'keepset[vllm]', see the README", allow_module_level=True)
+        pytest.skip("vLLM is not installed: see the README", allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

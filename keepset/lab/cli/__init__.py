@@ -1,6 +1,7 @@
 """The command line: `keepset`."""
 
 import errno
+import os
 import sys
 import warnings
 from typing import Annotated, Any
@@ -115,12 +116,30 @@ def main() -> None:
         print(f"keepset: {sanitize(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in _SENTENCES:
             raise
         unsay_starting()
-        print("keepset: The name of a file or folder is longer than this system allows: shorten it.", file=sys.stderr)
+        print(f"keepset: {_SENTENCES[error.errno]}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         unsay_starting()
+        _flush()
+
+
+_SENTENCES = {
+    errno.ENAMETOOLONG: "The name of a file or folder is longer than this system allows: shorten it.",
+    errno.ENOSPC: "There is no room for the output: make some, or write to another place.",
+}
+
+
+def _flush() -> None:
+    """Write what waits for standard output. Python would do so later, and print a trace-back if there is no room."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno in _SENTENCES:
+            print(f"keepset: {_SENTENCES[error.errno]}", file=sys.stderr)
+            sys.exit(2)

@@ -6,7 +6,7 @@ import ast
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from keepset.errors import BudgetError, KeepsetError
 from keepset.lab.cli.console import note
@@ -17,18 +17,25 @@ if TYPE_CHECKING:
     from keepset.core.budget import Budget
     from keepset.recipe import Recipe
 
+Text = TypeVar("Text", str, str | None)
+
 _FEW = 64
 """Entries per head below which a budget is noted, because it may be meant as a percentage."""
 
 
-def check_text(name: str, text: str | None) -> None:
-    """Refuse a text of the user that is blank or not UTF-8."""
+def given_text(name: str, text: Text) -> Text:
+    """Return a text of the user, or standard input for -; refuse one that is blank or not UTF-8."""
     if text is None:
-        return
+        return text
+    if text == "-":
+        from keepset.lab.texts import read_standard_input
+
+        return read_standard_input(name).strip()
     if not text.strip():
         raise KeepsetError(f"{name} is empty: write some text.")
     if any(unicodedata.category(c) == "Cs" for c in text):
         raise KeepsetError(f"{name} is not UTF-8: write it as UTF-8 text.")
+    return text
 
 
 def check_whole(limit: int, **options: tuple[int, int]) -> None:

@@ -12,8 +12,8 @@ from keepset.errors import KeepsetError
 from keepset.lab.cli.checks import (
     check_least,
     check_measured,
-    check_text,
     check_writable,
+    given_text,
     note_few_entries,
     offered_recipes,
     parse_budgets,
@@ -102,6 +102,7 @@ def compare(
     note_few_entries(given)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
     _check_budgets(decode, given)
+    question = given_text("--question", question)
     needle = _needle(text, question, answer, decode)
     source, images = essay() if text is None else read(text), read_images(image)
     if decode and images:
@@ -190,8 +191,7 @@ def _continuation(asked: int | None, question: str | None, decode: bool, generat
 
 def _needle(text: Path | None, question: str | None, answer: str | None, decode: bool) -> Needle | None:
     """Return what is asked: the user's question about a text, or a question about a fact hidden in an essay."""
-    check_text("--question", question)
-    check_text("--answer", answer)
+    given_text("--answer", answer)
     if (question is None) != (answer is None):
         raise KeepsetError(
             "A question needs an answer, and an answer a question: give both --question and --answer, or neither."

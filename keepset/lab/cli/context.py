@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from keepset.defaults import ASKED_LATER, NETWORKS
 from keepset.errors import KeepsetError
-from keepset.lab.cli.checks import check_fits_context, check_tensor_file, check_text, default_recipe, note_short
+from keepset.lab.cli.checks import check_fits_context, check_tensor_file, default_recipe, given_text, note_short
 from keepset.lab.cli.console import counted, load, megabytes, note, progress, say
 from keepset.lab.cli.options import (
     Device,
@@ -37,7 +37,7 @@ context = group("context", "Compress a text once and ask about it many times.")
 @takes_model
 def build(
     model: Source,
-    text: Annotated[Path, Option(help="A UTF-8 text file.")],
+    text: Annotated[Path, Option(help="A UTF-8 text file; - for standard input.")],
     out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
     recipe: Annotated[
         str | None,
@@ -111,7 +111,7 @@ def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:
 @context.command()
 def ask(
     file: Annotated[Path, Argument(metavar="FILE", help="A file that keepset context build has written.")],
-    question: Annotated[str, Argument(metavar="QUESTION", help="What to ask about the text.")],
+    question: Annotated[str, Argument(metavar="QUESTION", help="What to ask about the text; - for standard input.")],
     model: Annotated[str | None, Option(help="Where the model is, if not where the file says.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -123,7 +123,7 @@ def ask(
 
     The file is not changed.
     """
-    check_text("The question", question)
+    question = given_text("The question", question)
     sampling = Sampling(output_tokens, temperature, seed)
 
     from keepset.contexts import file as context_files

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
-from keepset.lab.cli.checks import check_fits_context, check_text, default_recipe, note_short
+from keepset.lab.cli.checks import check_fits_context, default_recipe, given_text, note_short
 from keepset.lab.cli.console import load, note, say
 from keepset.lab.cli.options import Images, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.lab.cli.recipe_notes import say_always
@@ -26,7 +26,7 @@ def generate(
             help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ANSWERED_AT_ONCE}]"
         ),
     ] = None,
-    text: Annotated[Path | None, Option(help="A UTF-8 text file that goes before the prompt.")] = None,
+    text: Annotated[Path | None, Option(help="A UTF-8 text file before the prompt; - for standard input.")] = None,
     image: Images = None,
     question: Annotated[
         str | None, Option(help="A question that will be asked. Methods with a second pass keep what it looks at.")
@@ -43,8 +43,7 @@ def generate(
     from keepset.recipe import Recipe
 
     given = None if recipe is None else Recipe.parse(recipe).require_budget()
-    check_text("The prompt", prompt)
-    check_text("The question", question)
+    prompt, question = given_text("The prompt", prompt), given_text("The question", question)
     sampling = Sampling(output_tokens, temperature, seed)
     before, images = "" if text is None else read(text), read_images(image)
 

@@ -24,7 +24,7 @@ Device = Annotated[
 ]
 Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16. [default: as the model is stored]")]
 Recipes = Annotated[str | None, Option(help="Recipes, separated by commas. [default: a selection]")]
-OneText = Annotated[Path | None, Option(help="A UTF-8 text file. [default: an essay]")]
+OneText = Annotated[Path | None, Option(help="A UTF-8 text file; - for standard input. [default: an essay]")]
 Images = Annotated[
     list[Path] | None,
     Option("--image", metavar="<path>", help="An image that goes before the text; may be given several times."),

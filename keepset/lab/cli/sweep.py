@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, installation
 from keepset.lab.cli.checks import check_measured
 from keepset.lab.cli.console import counted, load, note, progress, status
 from keepset.lab.embedded import Source
@@ -48,7 +48,7 @@ def check_ray(ray: bool) -> None:
     """Refuse Ray where it is not installed."""
     if ray and find_spec("ray") is None:
         raise KeepsetError(
-            'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
+            f"Ray is not installed: run {installation('ray')}, or leave --ray out to use this machine alone."
         )
 
 

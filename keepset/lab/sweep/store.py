@@ -289,7 +289,7 @@ def _sentences(path: Path) -> Iterator[None]:
 
 
 def _no_sweep(path: Path) -> KeepsetError:
-    return CorruptFileError(f"{str(path)!r} is damaged, or no file of `keepset eval`: {_ADVICE}.")
+    return CorruptFileError(f"{str(path)!r} is damaged, or no file of `keepset eval`: name another file.")
 
 
 def _word(value: Any) -> str:

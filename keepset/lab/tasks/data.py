@@ -16,7 +16,7 @@ import numpy as np
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from keepset.errors import CorruptFileError, KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError, installation
 from keepset.lab.texts import json_lines
 from keepset.models import offline_if_unreachable
 
@@ -139,14 +139,15 @@ def _installation(missing: str) -> str:
     return "install it"
 
 
-def import_extra(module: str, extra: str = "keepset[eval]") -> ModuleType:
-    """Return a module that an extra installs; raise `KeepsetError` if it cannot be imported."""
+def import_extra(module: str, package: str | None = None) -> ModuleType:
+    """Return a module that a package installs, or the extra `eval`; raise `KeepsetError` if it cannot be imported."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about packages that no user of keepset asked for
             return import_module(module)
     except ImportError as error:
+        run = installation("eval") if package is None else f'`pip install "{package}"`'
         raise KeepsetError(
-            f'This task needs a package that cannot be imported ({_cause(_first(error))}): run `pip install "{extra}"`.'
+            f"This task needs a package that cannot be imported ({_cause(_first(error))}): run {run}."
         ) from error
 
 

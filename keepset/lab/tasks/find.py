@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, installation
 from keepset.lab.tasks import TASK_MODULES
 from keepset.lab.tasks.task import Task, TaskSettings
 
@@ -68,7 +68,7 @@ def _of_harness(name: str, settings: TaskSettings) -> list[Task]:
     own = _own()
     if importlib.util.find_spec("lm_eval") is None:
         raise KeepsetError(
-            f'There is no task {name!r} without lm-evaluation-harness: pip install "keepset[eval]"{_nearest(name, own)}'
+            f"There is no task {name!r} without lm-evaluation-harness: {installation('eval')}{_nearest(name, own)}"
         )
     harness = _module("harness")
     if not harness.knows(name, settings):

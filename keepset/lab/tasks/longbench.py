@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, installation
 from keepset.lab.tasks.data import DataRecord, HubData, import_extra, load_records
 from keepset.lab.tasks.find import harness_folder
 from keepset.lab.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
@@ -91,7 +91,7 @@ class LongBenchTask(Task):
 def _harness_config(data_set: str) -> dict[str, Any]:
     """Return the harness's definition of a task, with functions as their names."""
     if (folder := harness_folder()) is None:
-        raise KeepsetError('LongBench needs lm-evaluation-harness: run `pip install "keepset[eval]"`.')
+        raise KeepsetError(f"LongBench needs lm-evaluation-harness: run {installation('eval')}.")
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_constructor("!function", lambda _, node: node.value)
     return yaml.load((folder / _GROUP / f"{data_set}.yaml").read_text(encoding="utf-8"), loader)

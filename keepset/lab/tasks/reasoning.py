@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, cast
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, installation
 from keepset.lab.tasks.data import DataRecord, HubData, load_records
 from keepset.lab.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
 
@@ -131,7 +131,7 @@ def start() -> subprocess.Popen[str]:
             _process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, encoding="ascii")
             if _line(_process) != "ready\n":
                 raise KeepsetError(
-                    'Answers are judged by math-verify, which does not start: pip install "keepset[eval]".'
+                    f"Answers are judged by math-verify, which does not start: run {installation('eval')}."
                 )
         return _process
 

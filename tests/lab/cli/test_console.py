@@ -1,6 +1,8 @@
 """What models and users write reaches the terminal as text, whatever is in it."""
 
 import io
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,15 @@ def test_characters_are_streamed_whole_and_half_a_one_shown(embedded: Any, capsy
         streamer.put(part)
     streamer.end()
     assert capsys.readouterr().out == "A�"
+
+
+@pytest.mark.full
+def test_output_that_finds_no_room_is_a_sentence() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no device that is always full")
+    with full.open("w") as stdout:
+        words = [sys.executable, "-m", "keepset", "methods"]
+        done = subprocess.run(words, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("keepset: There is no room for the output")
+    assert "Traceback" not in done.stderr

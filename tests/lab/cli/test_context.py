@@ -1,5 +1,6 @@
 """`keepset context`: one text, compressed once, and questions about it."""
 
+import io
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import keepset
 from keepset.lab.cli.grid import sanitize
 from keepset.lab.texts import chat_parts
-from tests.hf.models import generate
+from tests.hf.models import generate, hooks_on
 from tests.lab.cli.conftest import Run, check_refused
 
 RECIPE = "adakv(snapkv(window=8), keep=0.5)"
@@ -42,7 +43,7 @@ def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     assert match[5] == f"{100 * (length // 2) * 36 / (length * 32):.1f}"
     assert float(match[6]) == round(Path("saved").stat().st_size / 1e6, 1)
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["saved", "text"]
-    assert all(not module._forward_hooks for module in tiny[0].modules())
+    assert not hooks_on(tiny[0])
     words = ("context", "ask", "saved", "Why?", "--output-tokens", "5000")
     check_refused(run, *words, because="do not fit the model's context of 2048")
 
@@ -116,3 +117,24 @@ def test_what_fails_leaves_nothing(
     assert (done.code, done.out) == (130 if error is KeyboardInterrupt else 2, "")
     assert error is KeyboardInterrupt or done.err == said
     assert [path.name for path in Path.cwd().iterdir()] == ["text"]
+
+
+def test_a_text_and_a_question_from_standard_input(
+    run: Run, tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def given(content: bytes, *words: str) -> Any:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        return run(*words)
+
+    assert run(*BUILD).code == 0
+    piped = ("context", "build", "--text", "-", "--out", "piped", "--recipe", RECIPE)
+    assert given(text.read_bytes(), *piped).code == 0
+    assert Path("piped").stat().st_size == Path("saved").stat().st_size
+    answers = [given(b"Why?\n", "context", "ask", "saved", said, "--output-tokens", "3").out for said in ("-", "Why?")]
+    assert answers[0] == answers[1]
+    for content, because in (
+        (b" \n", "is empty: standard input has no text"),
+        (b"\xff", "cannot be read from"),
+    ):
+        assert because in given(content, *piped, "--force").err
+    check_refused(run, "context", "ask", "saved", " ", because="The question is empty")

@@ -88,7 +88,7 @@ def test_options_reach_the_runner_and_the_file(
     assert run("eval", "counting").code == 0
     assert Stub.asking["chat"] is False
     monkeypatch.setitem(sys.modules, "ray", None)
-    check_refused(run, "eval", "counting", "--ray", because='Ray is not installed: run `pip install "keepset[ray]"`')
+    check_refused(run, "eval", "counting", "--ray", because='Ray is not installed: run `pip install "ray>=')
 
 
 def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) -> None:

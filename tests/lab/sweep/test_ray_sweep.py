@@ -26,7 +26,7 @@ from keepset.recipe import Recipe
 from tests.lab.cli.conftest import tiny_model
 from tests.lab.sweep.sweeping import CONFIGURATION, Scripted, cells, expected, grid, groups_of, in_order
 
-ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "keepset[ray]"')
+ray = pytest.importorskip("ray", reason='Ray is not installed: pip install ".[ray]"')
 pytestmark = pytest.mark.full
 MEGABYTE = 10**6
 

@@ -78,7 +78,7 @@ def answered(model: Any, cache: Any, prompt: str, question: str, tokens: int = 8
 
 
 def test_with_everything_kept_cells_say_what_the_harness_says_of_its_own_model() -> None:
-    pytest.importorskip("lm_eval", reason='pip install "keepset[eval]"')
+    pytest.importorskip("lm_eval", reason='pip install ".[eval]"')
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 

@@ -14,7 +14,7 @@ from keepset.lab.tasks.task import Example, Task, TaskSettings
 # It takes many seconds to import: a test that needs it imports it itself.
 WITH_HARNESS = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("lm_eval", "jieba", "fuzzywuzzy", "rouge")),
-    reason='pip install "keepset[eval]"',
+    reason='pip install ".[eval]"',
 )
 
 

@@ -70,7 +70,7 @@ def test_bad_files_are_one_sentence(tmp_path: Path, content: bytes | None, sente
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A hub's: it has nothing, but says so. What is known of the hub is forgotten before and after."""
-    datasets = pytest.importorskip("datasets", reason='pip install "keepset[eval]"')
+    datasets = pytest.importorskip("datasets", reason='pip install ".[eval]"')
     from huggingface_hub import constants
 
     class Handler(BaseHTTPRequestHandler):

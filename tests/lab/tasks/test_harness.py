@@ -360,7 +360,7 @@ def test_without_the_harness_and_settings_out_of_range(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(KeepsetError) as caught:
         find(["hellaswag"], TaskSettings())
-    assert "no task 'hellaswag' without lm-evaluation-harness: pip install \"keepset[eval]\"" in str(caught.value)
+    assert "no task 'hellaswag' without lm-evaluation-harness: `pip install \"lm-eval[math]" in str(caught.value)
     assert find(["needle"], TaskSettings())[0].name == "needle@4096"
     with pytest.raises(KeepsetError, match=r"There is no folder '.*nowhere' to take data from"):
         TaskSettings(data=tmp_path / "nowhere")

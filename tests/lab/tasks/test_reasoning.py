@@ -12,8 +12,8 @@ from keepset.lab.tasks import reasoning
 from keepset.lab.tasks.task import Example, Generation, Question
 from tests.lab.tasks.scaffold import examples_of, make_task, write_items
 
-pytest.importorskip("math_verify", reason='pip install "keepset[eval]"')
-pytest.importorskip("datasets", reason='pip install "keepset[eval]"')
+pytest.importorskip("math_verify", reason='pip install ".[eval]"')
+pytest.importorskip("datasets", reason='pip install ".[eval]"')
 
 import datasets
 
