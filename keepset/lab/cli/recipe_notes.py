@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from keepset.lab.cli.console import note
+from keepset.lab.recipe_notes import nothing_chosen, what_stays
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,23 +32,8 @@ def say_networks(model: PreTrainedModel, called: str) -> None:
 
 def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
     """Note that a prompt of `length` tokens is short, or that what always stays of it fills or exceeds the budget."""
-    from keepset.hf.model_support import head_dim_of
-
-    budget = recipe.budget
-    stays, always = budget.sinks + budget.recent, _always(recipe)
-    if length < budget.short:
-        note(f"The prompt stays whole: it has {length} tokens, fewer than short={budget.short}.")
-        return
-    if budget.keep == 1.0 or budget.recent_extra:
-        return
-    if stays >= length:
-        note(f"The prompt stays whole: it has {length} tokens, and {always}.")
-        return
-    share = recipe.budget_of_sizes([(head_dim_of(model),) * 2]).keep
-    if isinstance(share, float) and stays > math.floor(share * length):
-        note(f"More than the budget stays: {always} of {length} tokens ({stays / length:.0%}).")
-    elif share is not None and stays == (math.floor(share * length) if isinstance(share, float) else share):
-        note(_nothing_chosen(recipe))
+    if (sentence := what_stays(recipe, model, length)) is not None:
+        note(sentence)
 
 
 def say_of_all_prompts(recipe: Recipe) -> None:
@@ -57,18 +42,8 @@ def say_of_all_prompts(recipe: Recipe) -> None:
 
     budget = recipe.budget
     if budget.keep == budget.sinks + budget.recent and not budget.recent_extra:
-        note(_nothing_chosen(recipe))
+        note(nothing_chosen(recipe))
     if budget.short:
         note(f"Prompts of fewer than {budget.short} tokens stay whole.")
     elif budget.bytes is not None or (isinstance(budget.keep, float) and budget.keep < 1):
         note(f"Short prompts are compressed too, though they can spare little: short={SHORT} leaves them whole.")
-
-
-def _always(recipe: Recipe) -> str:
-    """Return which tokens a recipe always keeps, as the beginning of a sentence."""
-    both = ("first", recipe.budget.sinks), ("newest", recipe.budget.recent)
-    return f"{recipe} always keeps " + " and ".join(f"the {which} {count}" for which, count in both if count)
-
-
-def _nothing_chosen(recipe: Recipe) -> str:
-    return f"Nothing is chosen: {_always(recipe)}, which is the whole budget. Give a larger one."

@@ -127,7 +127,7 @@ async function run() {
 
 id("model").textContent = data.model;
 id("room").textContent = `up to ${integer(data.limit)} tokens`;
-id("with-image").hidden = !data.image;
+id("with-image").hidden = id("image-file").hidden = !data.image;
 id("image-room").textContent = `up to ${integer(data.image / 2 ** 20)} MB`;
 id("input").value = visible(data.text);
 id("question").value = data.question;

@@ -23,6 +23,7 @@ from keepset.hf.model_support import check_logits
 from keepset.lab.generation import end_tokens
 from keepset.lab.images import Pictured, decode_image, image_chat_parts, image_grids
 from keepset.lab.memory import dynamic_nbytes
+from keepset.lab.recipe_notes import what_stays
 from keepset.lab.texts import chat_parts, token_texts
 from keepset.models import context_length
 from keepset.recipe import Recipe
@@ -144,7 +145,9 @@ class Playground:
             shading.cache.stop_watching()
         figures = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
         send({"compressed": figures})
-        if length < SHORT and shading.share < 1:
+        if (sentence := what_stays(recipe, self._model, ids.shape[1])) is not None:
+            send({"note": sentence})
+        elif length < SHORT and shading.share < 1:
             send({"note": f"The prompt has {length} tokens: below {SHORT} dropped entries will be missed."})
         if request.question.strip():
             self._ask(question, {"full": full, "compressed": shading.cache}, send)

@@ -98,6 +98,17 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
     compile(sent[0]["python"], "python", "exec")
 
 
+def test_what_always_stays_is_said(server: PlaygroundServer) -> None:
+    """A window that is larger than the budget, in the words of `keepset compare`."""
+    for recipe, budget, because in (
+        ("snapkv(window=100)", "0.25", "More than the budget stays: snapkv"),
+        ("streaming_llm(sinks=4, recent=40)", "44", "Nothing is chosen: streaming_llm"),
+        ("knorm(short=1000)", "0.25", "fewer than short=1000"),
+    ):
+        (told,) = [event["note"] for event in events(server, recipe=recipe, budget=budget) if "note" in event]
+        assert because in told
+
+
 @pytest.fixture
 def seeing() -> Iterator[PlaygroundServer]:
     """A playground of a model that looks at images."""
@@ -259,6 +270,7 @@ def opened(server: PlaygroundServer, **viewport: int) -> Iterator[Any]:
 def test_in_chromium(server: PlaygroundServer, width: int, height: int) -> None:
     with opened(server, width=width, height=height) as page:
         assert page.locator("h1").text_content() == EVIL
+        assert page.locator("#image-file").is_hidden() and page.locator("#with-image").is_hidden()
         page.locator("#run").click()
         page.locator("#status", has_text="Done.").wait_for()
         text = page.locator("#text").text_content()
