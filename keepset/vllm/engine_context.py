@@ -40,7 +40,7 @@ from keepset.vllm.compat import (
 )
 from keepset.vllm.formats import ROW_SCALES, check_rows
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
-from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
+from keepset.vllm.settings import contexts_of, is_compressed, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec, QueryBuffers, Shape, reserve
 from keepset.vllm.validation import (
     LAYERS_THAT_DRAFT,
