@@ -130,9 +130,13 @@ def test_usage_has_all_tokens_on_every_route(ask: Ask, with_keys: Running) -> No
     user, words = {"role": "user", "content": "What?"}, {"keepset": {"context": "manual"}}
     for path, body, names in (
         ("/v1/completions", {"prompt": [7, 8, 9]}, ("prompt_tokens", "prompt_tokens_details")),
-        ("/v1/completions", {"prompt": [7, 8, 9], "n": 2}, ("prompt_tokens", "prompt_tokens_details")),
+        (
+            "/v1/completions",
+            {"prompt": [7, 8, 9], "n": 2, "temperature": 1},
+            ("prompt_tokens", "prompt_tokens_details"),
+        ),
         ("/v1/chat/completions", {"messages": [user]}, ("prompt_tokens", "prompt_tokens_details")),
-        ("/v1/responses", {"input": "What?"}, ("input_tokens", "input_tokens_details")),
+        ("/v1/responses", {"input": "What?", "max_output_tokens": 8}, ("input_tokens", "input_tokens_details")),
         ("/v1/messages", {"messages": [user]}, ("input_tokens", None)),
     ):
         usage, plain = (ask(path, **body, **more)["usage"] for more in (words, {}))
