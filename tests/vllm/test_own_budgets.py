@@ -62,6 +62,9 @@ def scenario(tiny: Path, recipe: str, some: list[Ask], preempt: tuple[int, ...] 
     return Scenario(recipe, some, preempt, ENGINE | own | more.pop("engine", {}), **more)
 
 
+SHORT = [Ask(IDS[40 * i : 40 * i + 40], 20, extra=own) for i, own in enumerate([None, {"keepset": {"keep": 100}}] * 6)]
+"""Requests that end with 4 blocks each, long before their first event would let them hold 8."""
+
 SCENARIOS: dict[str, tuple[str, list[Ask], dict[str, Any]]] = {
     "turmoil": (EQUAL, [*TURMOIL, *REFUSED], {"preempt": (9, 33)}),
     "ragged": (RAGGED, asks(OWN), {}),
@@ -69,6 +72,7 @@ SCENARIOS: dict[str, tuple[str, list[Ask], dict[str, Any]]] = {
     "across": (ACROSS, asks(OWN), {}),
     "once": (WHOLE_PROMPTS, asks(FRACTIONS), {}),
     "cramped": (EQUAL, TURMOIL, {"engine": {"num_gpu_blocks_override": 18}}),
+    "short": ("snapkv(window=8, keep=120, every=80)", SHORT, {"engine": {"num_gpu_blocks_override": 52}}),
     "shared": (EQUAL, BEGINNING, {"engine": {"enable_prefix_caching": True}}),
     "ahead": (EQUAL, TURMOIL, {"engine": {"async_scheduling": True}, "stub_streams": True}),
 }
@@ -105,6 +109,8 @@ def test_in_other_engines(name: str, others: dict[str, Any], tiny_oracle: Oracle
     check_oracle(tiny_oracle, recipe, some, engine)
     if name == "shared":
         assert engine.cached[1] == 0 and (engine.cached[2] or 0) > 0
+    if name == "short":
+        assert max(step["running"] for step in engine.steps) == len(SHORT)
     if name == "cramped":
         assert min(step["free"] for step in engine.steps) < 4 and any(step["waiting"] for step in engine.steps)
 
