@@ -8,9 +8,10 @@ that it is given.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepset.errors import KeepsetError
@@ -20,15 +21,38 @@ _REPORTS = "_keepset_reports_forwards"
 """Attribute of a decoder that reports its calls."""
 
 
+@dataclass(frozen=True, eq=False)
+class DecoderCall:
+    """What a decoder is called with.
+
+    Attributes:
+        tokens: how many tokens of each request.
+        mask: which tokens are real, those before included, `[batch, tokens so far]`; None if all are, or if the mask
+            is of another form.
+    """
+
+    tokens: int
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall:
+        """Return the call that a hook sees."""
+        inputs = kwargs.get("inputs_embeds")
+        inputs = kwargs.get("input_ids", args[0] if args else None) if inputs is None else inputs
+        mask = kwargs.get("attention_mask")
+        is_flat = isinstance(mask, Tensor) and mask.ndim == 2
+        return cls(0 if inputs is None else inputs.shape[1], mask if is_flat else None)
+
+
 class Forwards(ABC):
     """A cache that a decoder tells of its calls."""
 
     @abstractmethod
-    def begin_forward(self) -> None:
+    def begin_forward(self, call: DecoderCall) -> None:
         """Note that the decoder begins a call with this cache.
 
         Raises:
-            KeepsetError: the call before was not complete.
+            KeepsetError: the call before was not complete, or this one cannot be answered.
         """
 
     @abstractmethod
@@ -42,7 +66,7 @@ class WholeForwards(Forwards):
     _in_forward = False
     _is_changed = False
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, call: DecoderCall) -> None:
         self.require_whole_forward()
         self._in_forward = True
 
@@ -87,7 +111,7 @@ def report_forwards(model: nn.Module) -> None:
 @uncompiled
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if isinstance(past := kwargs.get("past_key_values"), Forwards):
-        past.begin_forward()
+        past.begin_forward(DecoderCall.of(args, kwargs))
 
 
 @uncompiled

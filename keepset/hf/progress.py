@@ -117,6 +117,17 @@ class KnowsText:
     def resume(self) -> None:
         """Make the model continue with this cache's text, whatever other caches it ran with in between."""
 
+    def check_reach(self, present: int, reached: int) -> None:
+        """Refuse to generate if the model cannot go on with this cache as far as that.
+
+        Args:
+            present: tokens of the text so far, padding and what the cache holds included.
+            reached: tokens of the text that will have been fed to the model at most.
+
+        Raises:
+            KeepsetError: says how far it can.
+        """
+
     def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
         """Refuse the ids of a whole text, padding included, if they begin with other tokens than the cache holds.
 
@@ -149,6 +160,8 @@ def _watched(generate: Any) -> Any:
         past, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if isinstance(past, KnowsText):
             past.resume()
+            present, new = _lengths(self, ids, generation_config, kwargs)
+            past.check_reach(present, present + new - 1)
         if not isinstance(past, KnowsText) or not _is_whole_text(ids, kwargs):
             return generate(self, inputs, generation_config, *args, **kwargs)
         past.check_text(ids)
@@ -162,6 +175,23 @@ def _watched(generate: Any) -> Any:
         return output
 
     return watched
+
+
+_NEW = 20
+"""Tokens that transformers generates if nothing says how many."""
+
+
+def _lengths(model: Any, ids: Any, config: Any, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many tokens a text has and how many `generate` adds at most."""
+
+    def said(name: str) -> int | None:
+        sources = (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
+        return next((value for value in sources if value is not None), None)
+
+    inputs = (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+    present = max((each.shape[1] for each in inputs if isinstance(each, Tensor) and each.ndim > 1), default=0)
+    new, longest = said("max_new_tokens"), said("max_length")
+    return present, new if new is not None else _NEW if longest is None else max(longest - present, 0)
 
 
 def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
