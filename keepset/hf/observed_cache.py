@@ -25,7 +25,6 @@ from keepset.hf import latents
 from keepset.hf.attention import (
     NAME,
     OTHER_PROMPT,
-    SWITCHING,
     AttentionInput,
     CachedTokens,
     set_pending_attention,
@@ -34,6 +33,7 @@ from keepset.hf.attention import (
 from keepset.hf.edits import EditableCache
 from keepset.hf.forwards import DecoderCall, report_forwards
 from keepset.hf.hooks import AttentionHooks, ImageHooks, ModelHooks, PerplexityHooks, RopeDeltas, image_token_ids
+from keepset.hf.implementation import use_keepset_attention
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
 from keepset.hf.mixers import mend_mixers
@@ -89,8 +89,7 @@ class ObservedCache(EditableCache, KnowsText):
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         check_model(model)
         self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
-        with SWITCHING:
-            model.set_attn_implementation(NAME)
+        use_keepset_attention(model)
         report_forwards(model)
         mend_mixers(model)
 

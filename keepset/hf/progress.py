@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from operator import add
-from typing import Any, Self, TypeGuard
+from typing import Any, NamedTuple, Self, TypeGuard
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -160,8 +160,11 @@ def _watched(generate: Any) -> Any:
         past, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if isinstance(past, KnowsText):
             past.resume()
-            present, new = _lengths(self, ids, generation_config, kwargs)
-            past.check_reach(present, present + new - 1)
+            settings = _Settings(kwargs, generation_config, self.generation_config)
+            if settings.of("use_cache") is False:
+                raise KeepsetError("use_cache=False lets no cache be used: leave it or past_key_values out.")
+            present = _present(ids, kwargs)
+            past.check_reach(present, present + settings.new(present) - 1)
         if not isinstance(past, KnowsText) or not _is_whole_text(ids, kwargs):
             return generate(self, inputs, generation_config, *args, **kwargs)
         past.check_text(ids)
@@ -181,17 +184,28 @@ _NEW = 20
 """Tokens that transformers generates if nothing says how many."""
 
 
-def _lengths(model: Any, ids: Any, config: Any, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many tokens a text has and how many `generate` adds at most."""
+class _Settings(NamedTuple):
+    """What a call of `generate` is told, from what comes first to what comes last."""
 
-    def said(name: str) -> int | None:
-        sources = (kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None))
-        return next((value for value in sources if value is not None), None)
+    kwargs: Mapping[str, Any]
+    config: Any
+    own: Any
 
+    def of(self, name: str) -> Any:
+        """Return a setting; None if nothing says it."""
+        values = (self.kwargs.get(name), getattr(self.config, name, None), getattr(self.own, name, None))
+        return next((value for value in values if value is not None), None)
+
+    def new(self, present: int) -> int:
+        """Return how many tokens are generated at most after so many."""
+        new, longest = self.of("max_new_tokens"), self.of("max_length")
+        return new if new is not None else _NEW if longest is None else max(longest - present, 0)
+
+
+def _present(ids: Any, kwargs: Mapping[str, Any]) -> int:
+    """Return how many tokens a text has, what a cache holds of it included."""
     inputs = (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
-    present = max((each.shape[1] for each in inputs if isinstance(each, Tensor) and each.ndim > 1), default=0)
-    new, longest = said("max_new_tokens"), said("max_length")
-    return present, new if new is not None else _NEW if longest is None else max(longest - present, 0)
+    return max((each.shape[1] for each in inputs if isinstance(each, Tensor) and each.ndim > 1), default=0)
 
 
 def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
