@@ -8,9 +8,9 @@ that it is given.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,27 +21,24 @@ _REPORTS = "_keepset_reports_forwards"
 """Attribute of a decoder that reports its calls."""
 
 
-@dataclass(frozen=True, eq=False)
-class DecoderCall:
-    """What a decoder is called with.
+class DecoderCall(NamedTuple):
+    """The arguments of a decoder's call, as a hook sees them."""
 
-    Attributes:
-        tokens: how many tokens of each request.
-        mask: which tokens are real, those before included, `[batch, tokens so far]`; None if all are, or if the mask
-            is of another form.
-    """
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    tokens: int
-    mask: Tensor | None
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens of each request are fed."""
+        inputs = self.kwargs.get("inputs_embeds")
+        inputs = self.kwargs.get("input_ids", self.args[0] if self.args else None) if inputs is None else inputs
+        return 0 if inputs is None else inputs.shape[1]
 
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DecoderCall:
-        """Return the call that a hook sees."""
-        inputs = kwargs.get("inputs_embeds")
-        inputs = kwargs.get("input_ids", args[0] if args else None) if inputs is None else inputs
-        mask = kwargs.get("attention_mask")
-        is_flat = isinstance(mask, Tensor) and mask.ndim == 2
-        return cls(0 if inputs is None else inputs.shape[1], mask if is_flat else None)
+    @property
+    def mask(self) -> Int[Tensor, "batch tokens"] | None:
+        """Return which tokens are real, those before included; None if all are, or if the mask has another form."""
+        mask = self.kwargs.get("attention_mask")
+        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 class Forwards(ABC):
@@ -111,7 +108,7 @@ def report_forwards(model: nn.Module) -> None:
 @uncompiled
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if isinstance(past := kwargs.get("past_key_values"), Forwards):
-        past.begin_forward(DecoderCall.of(args, kwargs))
+        past.begin_forward(DecoderCall(args, kwargs))
 
 
 @uncompiled

@@ -25,6 +25,7 @@ from keepset.hf import latents
 from keepset.hf.attention import (
     NAME,
     OTHER_PROMPT,
+    SWITCHING,
     AttentionInput,
     CachedTokens,
     set_pending_attention,
@@ -33,10 +34,8 @@ from keepset.hf.attention import (
 from keepset.hf.edits import EditableCache
 from keepset.hf.forwards import DecoderCall, report_forwards
 from keepset.hf.hooks import AttentionHooks, ImageHooks, ModelHooks, PerplexityHooks, RopeDeltas, image_token_ids
-from keepset.hf.implementation import use_keepset_attention
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
-from keepset.hf.mixers import mend_mixers
 from keepset.hf.model_support import (
     caches_latents,
     check_model,
@@ -46,7 +45,7 @@ from keepset.hf.model_support import (
     statistics_for,
     tables_for,
 )
-from keepset.hf.other_layers import compressible, is_bounded, nbytes_of, own_layers
+from keepset.hf.other_layers import compressible, is_bounded, mend_mixers, nbytes_of, own_layers
 from keepset.hf.progress import KnowsText, Progress
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.store import StoredObservation
@@ -89,7 +88,8 @@ class ObservedCache(EditableCache, KnowsText):
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         check_model(model)
         self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
-        use_keepset_attention(model)
+        with SWITCHING:
+            model.set_attn_implementation(NAME)
         report_forwards(model)
         mend_mixers(model)
 
@@ -220,7 +220,7 @@ class ObservedCache(EditableCache, KnowsText):
 
     def begin_forward(self, call: DecoderCall) -> None:
         super().begin_forward(call)
-        if self.progress is not None:
+        if self.progress is not None and self._longest_in_cache is not None:
             self._check_length(self.progress.logical, self.progress.logical + call.tokens)
         if self._has_states:
             self._check_padding(call)
@@ -258,9 +258,10 @@ class ObservedCache(EditableCache, KnowsText):
 
     def _check_padding(self, call: DecoderCall) -> None:
         """Refuse padding behind tokens, which would change states."""
-        if call.mask is None or call.tokens < 2:  # one token is no padding
+        mask, tokens = call.mask, call.tokens
+        if mask is None or tokens < 2:  # one token is no padding
             return
-        new = call.mask[:, -call.tokens :].bool()
+        new = mask[:, -tokens:].bool()
         began = new.cumsum(-1) > 0
         if self.progress is not None:
             if len(new) != len(self.progress.tokens):

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple, Self, TypeGuard
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from keepset.contexts.fingerprint import text_digest
 from keepset.core.budget import Ranges
 from keepset.core.keep_set import KeepSet
 from keepset.errors import KeepsetError
+from keepset.hf.attention import NAME
 
 
 class KnownTokens(ABC):
@@ -217,6 +219,30 @@ def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
 
 
 GenerationMixin.generate = _watched(GenerationMixin.generate)  # type: ignore[method-assign]
+
+
+def _batching(switch: Any) -> Any:
+    """Return `switch_to_cb_friendly_attn`, wrapped so that `generate_batch` takes a model with keepset's attention.
+
+    It has a cache of its own, and takes the implementations that it knows by their names. When it ends, it sets again
+    what it found.
+    """
+
+    @wraps(switch)
+    def switched(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        is_own = model.config._attn_implementation == NAME
+        if is_own:
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        switch(self, model, *args, **kwargs)
+        if is_own:
+            self._original_attn_impl = NAME
+
+    return switched
+
+
+ContinuousBatchingManager.switch_to_cb_friendly_attn = _batching(  # type: ignore[method-assign]
+    ContinuousBatchingManager.switch_to_cb_friendly_attn
+)
 
 
 @dataclass(frozen=True, eq=False)
