@@ -28,6 +28,7 @@ from keepset.hf.attention import (
     SWITCHING,
     AttentionInput,
     CachedTokens,
+    check_width,
     set_pending_attention,
     uncompiled,
 )
@@ -257,8 +258,9 @@ class ObservedCache(EditableCache, KnowsText):
         )
 
     def _check_padding(self, call: DecoderCall) -> None:
-        """Refuse padding behind tokens, which would change states."""
+        """Refuse padding behind tokens, which would change states, and a mask that is too short to tell it."""
         mask, tokens = call.mask, call.tokens
+        check_width(mask, tokens + (0 if self.progress is None else self.progress.logical))
         if mask is None or tokens < 2:  # one token is no padding
             return
         new = mask[:, -tokens:].bool()
