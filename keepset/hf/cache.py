@@ -297,7 +297,7 @@ class Cache(ObservedCache):
 
         Args:
             input_ids: any number of rows for a cache of one request, else a row for each request.
-            attention_mask: the mask of these tokens, if some are padding.
+            attention_mask: the mask of these tokens, if some are padding, which recurrent states do not allow.
 
         Returns:
             Keyword arguments. The answer begins with these tokens. The cached tokens come before them but are not
