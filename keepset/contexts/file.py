@@ -308,9 +308,9 @@ def opened(path: Path) -> Iterator[ContextReader]:
         KeepsetError: it is no saved context that this version can read.
     """
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
-        if os.path.isdir(path):
-            raise KeepsetError(f"{quoted(path)} is a folder: {_ADVICE}.")
-        raise KeepsetError(f"There is no file {quoted(path)}: {_ADVICE}.")
+        if not os.path.exists(path):
+            raise KeepsetError(f"There is no file {quoted(path)}: {_ADVICE}.")
+        raise KeepsetError(f"{quoted(path)} is {'a folder' if os.path.isdir(path) else 'no regular file'}: {_ADVICE}.")
     with FILE.opened(path) as (file, metadata):
         schema.check_header(metadata, file.layout)
         if _digest({name: value for name, value in metadata.items() if name != "digest"}) != metadata["digest"]:

@@ -9,9 +9,11 @@ import json
 import math
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any, NamedTuple, TypeVar
@@ -39,6 +41,12 @@ _MAX_HEADER = 100 * 2**20
 """The largest header that safetensors itself allows, in bytes."""
 _MAX_DIMENSIONS = 8
 _METADATA = "__metadata__"
+_UNFINISHED = ".unfinished"
+"""The end of a file's name while it is written."""
+_NAMED = 16
+"""Digits by which an unfinished file tells what it will be called."""
+_ABANDONED = 24 * 3600.0
+"""Seconds without a write after which an unfinished file was left by a process that is gone."""
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """The errors that reading damaged contents raises. RecursionError is a RuntimeError, and so are PyTorch's errors."""
 
@@ -86,6 +94,8 @@ class TensorFile:
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a file whole or not at all; replace an existing one once everything is written.
 
+        What a process that was killed has left of a file of this name is removed after a day.
+
         Raises:
             KeepsetError: if the file cannot be written, or the path is no regular file.
         """
@@ -93,7 +103,9 @@ class TensorFile:
         from safetensors.torch import save_file
 
         check_replaceable(path)
-        unfinished = path.parent / f".{uuid4().hex}.unfinished"
+        name = sha256(os.fsencode(path.name)).hexdigest()[:_NAMED]  # the name itself may be as long as names can be
+        _clear(path.parent, f".{name}.*{_UNFINISHED}")
+        unfinished = path.parent / f".{name}.{uuid4().hex}{_UNFINISHED}"
         try:
             mode = _mode_of_a_new_file(unfinished)
             # One entry, because safetensors would order several differently from file to file.
@@ -142,6 +154,14 @@ class TensorFile:
                 raise
             except (OSError, *_DAMAGED):
                 raise refused(self.damaged) from None
+
+
+def _clear(folder: Path, pattern: str) -> None:
+    """Remove the files that processes left when they were killed while they wrote."""
+    for left in folder.glob(pattern):
+        with suppress(OSError):  # another process may have removed it
+            if time.time() - left.lstat().st_mtime > _ABANDONED:
+                left.unlink()
 
 
 def _mode_of_a_new_file(path: Path) -> int:

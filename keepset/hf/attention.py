@@ -494,14 +494,18 @@ def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
         return sdpa_mask(**arguments)
     if not new:
         raise KeepsetError(f"The cache holds {int(held)} tokens and the input has no more: {OTHER_PROMPT}.")
-    padding, end = arguments.get("attention_mask"), int(held) + new
-    if padding is not None and padding.shape[-1] < end:  # before any layer has stored a token
+    check_width(arguments.get("attention_mask"), int(held) + new)  # before any layer has stored a token
+    return MaskRule(arguments)
+
+
+def check_width(mask: Tensor | None, end: int) -> None:
+    """Refuse a mask of fewer tokens than the `end` of cache and input."""
+    if mask is not None and mask.shape[-1] < end:
         raise KeepsetError(
-            f"The attention mask covers {padding.shape[-1]} tokens but the cache and the input are {end}: "
+            f"The attention mask covers {mask.shape[-1]} tokens but the cache and the input are {end}: "
             f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "
             "that is not empty is not supported."
         )
-    return MaskRule(arguments)
 
 
 _UNSUPPORTED = {"position_bias": "additive position biases", "block_indices": "selection of blocks of keys"}

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionInput, BatchedAttention, set_pending_attention, uncompiled
 from keepset.hf.cache import Cache
-from keepset.hf.forwards import Forwards
+from keepset.hf.forwards import DecoderCall, Forwards
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.model_support import caches_latents, readers_of
 from keepset.hf.store import EntryStore
@@ -80,8 +80,8 @@ class _Batch(Forwards, TransformersCache):
         self._positions, self._lengths = positions, positions[:, -1] + 1
         self.errors: dict[int, Exception] = {}
 
-    def begin_forward(self) -> None:
-        self._of_each(lambda row, cache: cache.begin_forward())
+    def begin_forward(self, call: DecoderCall) -> None:
+        self._of_each(lambda row, cache: cache.begin_forward(call))
 
     def end_forward(self) -> None:
         self._of_each(lambda row, cache: cache.end_forward())

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from jaxtyping import Int
@@ -228,7 +228,8 @@ class Cache(ObservedCache):
             KeepsetError: a forward with this cache was interrupted.
         """
         self.require_whole_forward()
-        copied = copy.copy(self)
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
         copied.progress = copy.copy(self.progress)
         copied.events, copied._unfinished, copied._waiting = list(self.events), {}, []
         for name in ("_hooks", "_second", "_perplexity", "_images", "_rope"):
@@ -240,8 +241,22 @@ class Cache(ObservedCache):
         ]
         return copied
 
+    def __copy__(self) -> Cache:
+        return self.fork()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> Never:
+        """Refuse to be pickled, as also `torch.save` would do.
+
+        Raises:
+            KeepsetError: always.
+        """
+        raise KeepsetError(
+            "A keepset.Cache belongs to a model and cannot be pickled: write it with cache.save(path), and read it "
+            "with keepset.Cache.load(path, model)."
+        )
 
     def save(
         self,
@@ -282,7 +297,7 @@ class Cache(ObservedCache):
 
         Args:
             input_ids: any number of rows for a cache of one request, else a row for each request.
-            attention_mask: the mask of these tokens, if some are padding.
+            attention_mask: the mask of these tokens, if some are padding, which recurrent states do not allow.
 
         Returns:
             Keyword arguments. The answer begins with these tokens. The cached tokens come before them but are not

@@ -61,15 +61,16 @@ class EditableCache(WholeForwards, TransformersCache):
         self.require_whole_forward()
         progress = self.progress
         if progress is None:
-            super().crop(tokens_to_remove)
+            if tokens_to_remove < 0:
+                raise KeepsetError("The cache is empty, so no token can be taken back.")
             return
         removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
         new = progress.logical - (progress.compressed_at or 0)
         if removed > new:
+            where = "that it holds" if progress.compressed_at is None else "after the newest compression"
             raise KeepsetError(
-                f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
-                "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
-                "the prompt."
+                f"Only the {new} tokens {where} can be taken back, not {removed}: take fewer back, or go "
+                "on from a copy made before them (cache.fork())."
             )
         if removed and self._looks_at_prompt:
             raise KeepsetError(

@@ -8,9 +8,10 @@ that it is given.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepset.errors import KeepsetError
@@ -20,15 +21,35 @@ _REPORTS = "_keepset_reports_forwards"
 """Attribute of a decoder that reports its calls."""
 
 
+class DecoderCall(NamedTuple):
+    """The arguments of a decoder's call, as a hook sees them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens of each request are fed."""
+        inputs = self.kwargs.get("inputs_embeds")
+        inputs = self.kwargs.get("input_ids", self.args[0] if self.args else None) if inputs is None else inputs
+        return 0 if inputs is None else inputs.shape[1]
+
+    @property
+    def mask(self) -> Int[Tensor, "batch tokens"] | None:
+        """Return which tokens are real, those before included; None if all are, or if the mask has another form."""
+        mask = self.kwargs.get("attention_mask")
+        return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
 class Forwards(ABC):
     """A cache that a decoder tells of its calls."""
 
     @abstractmethod
-    def begin_forward(self) -> None:
+    def begin_forward(self, call: DecoderCall) -> None:
         """Note that the decoder begins a call with this cache.
 
         Raises:
-            KeepsetError: the call before was not complete.
+            KeepsetError: the call before was not complete, or this one cannot be answered.
         """
 
     @abstractmethod
@@ -42,7 +63,7 @@ class WholeForwards(Forwards):
     _in_forward = False
     _is_changed = False
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, call: DecoderCall) -> None:
         self.require_whole_forward()
         self._in_forward = True
 
@@ -87,7 +108,7 @@ def report_forwards(model: nn.Module) -> None:
 @uncompiled
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if isinstance(past := kwargs.get("past_key_values"), Forwards):
-        past.begin_forward()
+        past.begin_forward(DecoderCall(args, kwargs))
 
 
 @uncompiled

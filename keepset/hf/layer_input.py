@@ -331,11 +331,17 @@ class LayerInput(QuerySource):
         """Compare the newest queries, rotated back, with what the module itself makes without rotation."""
         first = max(self._tokens - 4, 0)
         undone = self._unrotate(queries[:, :, first:], first)
-        if not matches_unrotated(undone, self._replay(self.hidden[:, first : self._tokens]).float(), queries.dtype):
-            raise UnsupportedModelError(
-                f"{type(self._call.module).__name__} makes its queries in a way that keepset cannot undo; methods "
-                "that look at future queries do not support this model."
-            )
+        alone = self._replay(self.hidden[:, first : self._tokens]).float()
+        if matches_unrotated(undone, alone, queries.dtype):
+            return
+        among = self._replay(self.hidden[:, : self._tokens])[:, :, first:].float()
+        reason = "makes its queries in a way that keepset cannot undo"
+        if not matches_unrotated(among, alone, queries.dtype):  # as under dynamic quantization
+            reason = "rounds a token's query by what else is in the call"
+        raise UnsupportedModelError(
+            f"{type(self._call.module).__name__} {reason}; methods that look at future queries do not support this "
+            "model."
+        )
 
 
 def cos_and_sin(embeddings: Any) -> Rotation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from inspect import unwrap
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -124,6 +125,17 @@ def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, ad
     if has_other_weights(model, sample_of(made)):
         raise KeepsetError(f"{named} are of another model of this shape, with other weights. {advice}")
     own.add(made)
+
+
+def longest_in_cache(model: PreTrainedModel) -> int | None:
+    """Return the length up to which a model goes on with a cache of no more tokens; None if there is none.
+
+    Phi-3 and its like rotate all tokens in another way once the text is longer, and their `generate` then leaves the
+    cache. No configuration tells this, but the names in the code do.
+    """
+    name = "original_max_position_embeddings"
+    prepare = getattr(type(model), "prepare_inputs_for_generation", None)
+    return getattr(model.config, name, None) if prepare and name in unwrap(prepare).__code__.co_names else None
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:

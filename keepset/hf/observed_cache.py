@@ -28,23 +28,25 @@ from keepset.hf.attention import (
     SWITCHING,
     AttentionInput,
     CachedTokens,
+    check_width,
     set_pending_attention,
     uncompiled,
 )
 from keepset.hf.edits import EditableCache
-from keepset.hf.forwards import report_forwards
+from keepset.hf.forwards import DecoderCall, report_forwards
 from keepset.hf.hooks import AttentionHooks, ImageHooks, ModelHooks, PerplexityHooks, RopeDeltas, image_token_ids
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
 from keepset.hf.model_support import (
     caches_latents,
     check_model,
+    longest_in_cache,
     output_projections,
     readers_of,
     statistics_for,
     tables_for,
 )
-from keepset.hf.other_layers import compressible, is_bounded, nbytes_of, own_layers
+from keepset.hf.other_layers import compressible, is_bounded, mend_mixers, nbytes_of, own_layers
 from keepset.hf.progress import KnowsText, Progress
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.store import StoredObservation
@@ -90,6 +92,9 @@ class ObservedCache(EditableCache, KnowsText):
         with SWITCHING:
             model.set_attn_implementation(NAME)
         report_forwards(model)
+        mend_mixers(model)
+
+        self._longest_in_cache = longest_in_cache(model)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = own_layers(self._config, self._model_name)
@@ -214,8 +219,12 @@ class ObservedCache(EditableCache, KnowsText):
             set_pending_attention(partial(self.attend, kept), key_states, value_states)
         return key_states, value_states
 
-    def begin_forward(self) -> None:
-        super().begin_forward()
+    def begin_forward(self, call: DecoderCall) -> None:
+        super().begin_forward(call)
+        if self.progress is not None and self._longest_in_cache is not None:
+            self._check_length(self.progress.logical, self.progress.logical + call.tokens)
+        if self._has_states:
+            self._check_padding(call)
         # Of a call that was refused or interrupted.
         self._attending = False
         if self._hooks is not None:
@@ -226,6 +235,49 @@ class ObservedCache(EditableCache, KnowsText):
     def end_forward(self) -> None:
         if not self._waiting:  # for the model's logits
             super().end_forward()
+
+    def check_reach(self, present: int, reached: int) -> None:
+        self._check_length(present if self.progress is None else self.progress.logical, reached, present)
+
+    def _check_length(self, before: int, fed: int, present: int | None = None) -> None:
+        """Refuse to leave the lengths at which the model rotates its tokens in the same way.
+
+        Args:
+            before: tokens of the cache before its next forward, or of that forward if it is the first.
+            fed: tokens that are to be fed in all.
+            present: tokens of the text before the first that is generated; None if nothing is.
+        """
+        most = self._longest_in_cache
+        if most is None or not before <= most < fed:
+            return
+        generates = present is not None and present <= most
+        advice = f"use at most max_new_tokens={most + 1 - present}, or " if generates and present is not None else ""
+        raise KeepsetError(
+            f"{self._model_name} rotates all tokens in another way once a text has more than {most}, which those in a "
+            f"cache cannot follow, and {fed} are to be fed: {advice}begin a new cache with a text of more than {most}."
+        )
+
+    def _check_padding(self, call: DecoderCall) -> None:
+        """Refuse padding behind tokens, which would change states, and a mask that is too short to tell it."""
+        mask, tokens = call.mask, call.tokens
+        check_width(mask, tokens + (0 if self.progress is None else self.progress.logical))
+        if mask is None or tokens < 2:  # one token is no padding
+            return
+        new = mask[:, -tokens:].bool()
+        began = new.cumsum(-1) > 0
+        if self.progress is not None:
+            if len(new) != len(self.progress.tokens):
+                return  # `update` says so
+            began |= torch.tensor(self.progress.tokens, device=new.device)[:, None] > 0
+        if bool((began & ~new).any()):
+            raise KeepsetError(
+                f"Padding behind tokens changes the states of {self._model_name}: pad prompts at their left, and ask "
+                "questions of different lengths one by one."
+            )
+
+    def __bool__(self) -> bool:
+        # Of a cache that is empty and true, Phi-3's `generate` thinks that it has the beginning of a long prompt.
+        return self.progress is not None
 
     def reset(self) -> None:
         super().reset()

@@ -12,16 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from operator import add
-from typing import Any, Self, TypeGuard
+from typing import Any, NamedTuple, Self, TypeGuard
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from keepset.contexts.fingerprint import text_digest
 from keepset.core.budget import Ranges
 from keepset.core.keep_set import KeepSet
 from keepset.errors import KeepsetError
+from keepset.hf.attention import NAME
 
 
 class KnownTokens(ABC):
@@ -117,6 +119,17 @@ class KnowsText:
     def resume(self) -> None:
         """Make the model continue with this cache's text, whatever other caches it ran with in between."""
 
+    def check_reach(self, present: int, reached: int) -> None:
+        """Refuse to generate if the model cannot go on with this cache as far as that.
+
+        Args:
+            present: tokens of the text so far, padding and what the cache holds included.
+            reached: tokens of the text that will have been fed to the model at most.
+
+        Raises:
+            KeepsetError: says how far it can.
+        """
+
     def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
         """Refuse the ids of a whole text, padding included, if they begin with other tokens than the cache holds.
 
@@ -149,6 +162,11 @@ def _watched(generate: Any) -> Any:
         past, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
         if isinstance(past, KnowsText):
             past.resume()
+            settings = _Settings(kwargs, generation_config, self.generation_config)
+            if settings.of("use_cache") is False:
+                raise KeepsetError("use_cache=False lets no cache be used: leave it or past_key_values out.")
+            present = _present(ids, kwargs)
+            past.check_reach(present, present + settings.new(present) - 1)
         if not isinstance(past, KnowsText) or not _is_whole_text(ids, kwargs):
             return generate(self, inputs, generation_config, *args, **kwargs)
         past.check_text(ids)
@@ -164,6 +182,34 @@ def _watched(generate: Any) -> Any:
     return watched
 
 
+_NEW = 20
+"""Tokens that transformers generates if nothing says how many."""
+
+
+class _Settings(NamedTuple):
+    """What a call of `generate` is told, from what comes first to what comes last."""
+
+    kwargs: Mapping[str, Any]
+    config: Any
+    own: Any
+
+    def of(self, name: str) -> Any:
+        """Return a setting; None if nothing says it."""
+        values = (self.kwargs.get(name), getattr(self.config, name, None), getattr(self.own, name, None))
+        return next((value for value in values if value is not None), None)
+
+    def new(self, present: int) -> int:
+        """Return how many tokens are generated at most after so many."""
+        new, longest = self.of("max_new_tokens"), self.of("max_length")
+        return new if new is not None else _NEW if longest is None else max(longest - present, 0)
+
+
+def _present(ids: Any, kwargs: Mapping[str, Any]) -> int:
+    """Return how many tokens a text has, what a cache holds of it included."""
+    inputs = (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+    return max((each.shape[1] for each in inputs if isinstance(each, Tensor) and each.ndim > 1), default=0)
+
+
 def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
     """Return whether these are the ids of all tokens: by transformers' rule they are as many as the mask covers."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or kwargs.get("inputs_embeds") is not None:
@@ -173,6 +219,30 @@ def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
 
 
 GenerationMixin.generate = _watched(GenerationMixin.generate)  # type: ignore[method-assign]
+
+
+def _batching(switch: Any) -> Any:
+    """Return `switch_to_cb_friendly_attn`, wrapped so that `generate_batch` takes a model with keepset's attention.
+
+    It has a cache of its own, and takes the implementations that it knows by their names. When it ends, it sets again
+    what it found.
+    """
+
+    @wraps(switch)
+    def switched(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        is_own = model.config._attn_implementation == NAME
+        if is_own:
+            model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        switch(self, model, *args, **kwargs)
+        if is_own:
+            self._original_attn_impl = NAME
+
+    return switched
+
+
+ContinuousBatchingManager.switch_to_cb_friendly_attn = _batching(  # type: ignore[method-assign]
+    ContinuousBatchingManager.switch_to_cb_friendly_attn
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -119,6 +121,25 @@ def test_a_name_that_no_file_can_have(name: str, tmp_path: Path) -> None:
         page.write(tmp_path / name, "page")
     assert len(str(caught.value)) < 400 and len(quoted(name)) < 250
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next write of its name; what another process is writing, and other names, stay."""
+    place, longest, tensors = tmp_path / "place", tmp_path / ("n" * 255), {"a": torch.ones(2)}
+    for written in (place, place, longest):
+        with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+            killed.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
+            killed.setattr(Path, "unlink", Mock())  # which a process that is gone never comes to
+            FILE.write(written, tensors, {"format": 1})
+    left = sorted(tmp_path.iterdir())
+    assert len(left) == 3 and all(each.name.endswith(".unfinished") for each in left)
+    FILE.write(place, tensors, {"format": 1})
+    assert {*tmp_path.iterdir()} == {place, *left}
+    for each in left[1:]:
+        os.utime(each, (0, time.time() - 25 * 3600))
+    FILE.write(place, tensors, {"format": 1})
+    FILE.write(longest, tensors, {"format": 1})
+    assert {*tmp_path.iterdir()} == {place, longest, left[0]}
 
 
 def test_tensors_are_what_safetensors_reads(tmp_path: Path) -> None:

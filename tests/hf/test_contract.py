@@ -24,6 +24,7 @@ WORK = {
     "got_ocr2": 2,  # whose decoder alone uses the attention interface
     "gpt_oss": 2,  # sinks in the softmax, beside sliding windows with them
     "granitemoehybrid": 2,  # beside states
+    "jamba": 2,  # beside states that its mixers forget before several tokens
     "llama4_text": 2,  # rotations as complex numbers, beside chunks
     "modernbert-decoder": 2,  # whose head is called decoder
     "paligemma": 2,  # which hands a finished mask to its decoder

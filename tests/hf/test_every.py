@@ -473,7 +473,7 @@ def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[i
     assert len(turning.events) == len(straight.events) == 3
     for ours, theirs in zip(turning.events, straight.events, strict=True):
         assert same_keep_set(ours.keep_set, theirs.keep_set)
-    with refusal("after the compression can be taken back"):
+    with refusal("after the newest compression can be taken back"):
         turning.crop(LENGTH + 15)
 
 

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+    pipeline,
+)
 
 import keepset
 from keepset.core.features.runtime_features import Perplexity
@@ -75,6 +82,23 @@ def test_scores_of_beams_are_the_oracles(recipe: str, padding: list[int]) -> Non
     expected = logits.log_softmax(-1).gather(-1, tokens).sum((1, 2))
     assert torch.allclose(output.sequences_scores, expected, atol=1e-4)
     assert len({tuple(row) for row in output.sequences.tolist()}) == 6
+
+
+# --- a batch of requests, in transformers' own cache of pages
+
+
+def test_a_model_with_keepsets_attention_serves_a_batch() -> None:
+    """transformers refuses implementations whose names it does not know."""
+    model, ids = copy.deepcopy(tiny("llama")), prompt(2, 12)
+    past = keepset.Cache(model, "knorm(keep=1.0)")
+    generate(model, ids, past, max_new_tokens=2)
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=8, block_size=32, max_batch_tokens=64)
+    batch = model.generate_batch(ids.tolist(), config, continuous_batching_config=small, progress_bar=False)
+    said = torch.tensor([each.generated_tokens for each in batch.values()])
+    expected = full(tiny("llama"), ids, max_new_tokens=4).sequences
+    assert torch.equal(said, expected[:, 12:])
+    assert torch.equal(generate(model, expected[:, :14], past, max_new_tokens=2).sequences, expected)  # it goes on
 
 
 # --- several turns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,43 @@ def test_states_of_other_sizes_or_none_are_damage(tmp_path: Path) -> None:
         path.write_bytes(replace(file, tensors=tensors, sealed=True).content)
         with refusal("is damaged"):
             keepset.Cache.load(path, model)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "zamba"])
+@torch.no_grad()
+def test_mixers_that_take_one_token_after_a_state_get_one_after_another(kind: str) -> None:
+    """transformers' mixers of these types ignore their state if several tokens come."""
+    model, ids = build(kind), prompt(2, LENGTH)
+    model.set_attn_implementation("eager")
+    expected, text = model(ids, use_cache=False).logits[:, -6:], ids[:, :-6]
+    past = keepset.Cache(model, "knorm(keep=1.0)")
+    model(text, past_key_values=past, use_cache=True)
+    copied = copy.deepcopy(model)  # whose mixers are mended as well
+    for each in (model, copied, model):
+        logits = each(ids[:, -6:], past_key_values=past.fork(), use_cache=True).logits
+        assert (logits - expected).abs().max() < 1e-3
+    in_parts = keepset.Cache(model, "knorm(keep=1.0)", prompt_length=LENGTH)
+    said = generate(model, ids, in_parts, max_new_tokens=1, prefill_chunk_size=10).logits[0]
+    assert (said - expected[:, -1]).abs().max() < 1e-3
+    own = DynamicCache(config=model.config)
+    model(text, past_key_values=own, use_cache=True)
+    assert (model(ids[:, -6:], past_key_values=own, use_cache=True).logits - expected).abs().max() < 1e-3
+
+
+@pytest.mark.few(2)
+@by_model
+@torch.no_grad()
+def test_padding_behind_tokens_is_refused(architecture: str) -> None:
+    """It would change states, as in a model without keepset."""
+    model, ids = tiny(architecture), prompt(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    with refusal("Padding behind tokens changes the states"):
+        generate(model, ids, keepset.Cache(model, "knorm(keep=12)"), mask, max_new_tokens=1)
+    past = keepset.Cache(model, "knorm(keep=12)")
+    generate(model, ids, past, mask.flip(1), max_new_tokens=1)
+    shorter = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    with refusal("ask questions of different lengths one by one"):
+        model.generate(**past.ask(prompt(2, 3), shorter), max_new_tokens=1)
+    generated = model.generate(**past.ask(prompt(2, 3), torch.ones_like(shorter)), max_new_tokens=1, pad_token_id=0)
+    assert generated.shape == (2, 4)

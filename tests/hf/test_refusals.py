@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,24 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig
 
 import keepset
 from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.features.runtime_features import Perplexity
 from tests.hf.looking import looking
-from tests.hf.models import extended, full, generate, padded_prompt, prompt, refusal, tiny, untrained
+from tests.hf.models import (
+    GPU,
+    extended,
+    full,
+    generate,
+    padded_prompt,
+    prompt,
+    refusal,
+    tiny,
+    untrained,
+    with_random_weights,
+)
 from tests.tiers import TYPECHECK
 
 LENGTH = 30
@@ -231,7 +244,10 @@ def fed(model: Any, cache: keepset.Cache, rows: int, covered: int) -> None:
     [
         (lambda cache, model: cache.crop(-2), "cannot take back 2 tokens, so no layer has"),
         (lambda cache, model: cache.crop(LENGTH), "cannot take back 3 tokens, so no layer has"),
-        (lambda cache, model: cache.crop(-9), "Only the 3 tokens after the compression.*prompt_length="),
+        (
+            lambda cache, model: cache.crop(-9),
+            "Only the 3 tokens after the newest compression can be taken back",
+        ),
         (lambda cache, model: cache.reorder_cache(torch.tensor([1, 2])), "indices from 0 to 1"),
         (lambda cache, model: cache.batch_select_indices(torch.tensor([-3])), "indices from 0 to 1"),
         (lambda cache, model: cache.batch_select_indices(torch.tensor([False, False])), "at least one of them"),
@@ -253,6 +269,86 @@ def test_a_refused_change_changes_nothing(name: str, change: Callable[[keepset.C
         change(cache, model)
     assert cache.progress.tokens == tokens and cache.get_seq_length() == LENGTH + 3
     assert torch.equal(following(model, cache), expected)
+
+
+def test_an_empty_cache_has_nothing_to_take_back() -> None:
+    cache = keepset.Cache(tiny("llama"), "knorm(keep=12)")
+    with refusal("The cache is empty"):
+        cache.crop(-3)
+    cache.crop(3)
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda cache: torch.save(cache, io.BytesIO())])
+def test_a_cache_is_saved_and_not_pickled(write: Callable[[keepset.Cache], None]) -> None:
+    with refusal("write it with cache.save"):
+        write(keepset.Cache(tiny("llama"), "knorm(keep=12)"))
+
+
+@pytest.mark.parametrize("told", [dict(use_cache=False), dict(generation_config=GenerationConfig(use_cache=False))])
+def test_a_cache_that_is_not_to_be_used(told: dict[str, Any]) -> None:
+    with refusal("use_cache=False"):
+        tiny("llama").generate(prompt(1, 5), past_key_values=keepset.Cache(tiny("llama"), "knorm(keep=12)"), **told)
+
+
+@pytest.mark.skipif(GPU, reason="dynamic quantization is for CPUs")
+@pytest.mark.filterwarnings("ignore:torch.(ao.quantization|quantize_per_tensor).*deprecated")
+def test_activations_that_are_quantized_together_are_named() -> None:
+    """Keys need no query, so methods that look at them run."""
+    model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(tiny("llama")), {torch.nn.Linear}, dtype=torch.qint8)
+    past = keepset.Cache(model, "knorm(keep=1.0)")
+    said, own = (generate(model, prompt(1, LENGTH), each, max_new_tokens=3).sequences for each in (past, None))
+    assert torch.equal(said, own)
+    with refusal("rounds a token's query by what else is in the call"):
+        generate(
+            model, prompt(1, LENGTH), keepset.Cache(model, "expected_attention(future=8, keep=12)"), max_new_tokens=1
+        )
+
+
+# --- a model that rotates longer texts in another way, and then leaves its cache
+
+SHORT = 64
+
+
+def rotated_by_length(kind: str) -> Any:
+    """A tiny model whose rotations change once a text is longer than `SHORT`."""
+    factors = {"short_factor": [1 + 0.1 * i for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}
+    # PhiMoE's own attributes.
+    factors |= {"short_mscale": 1.1, "long_mscale": 1.2} if kind == "phimoe" else {}
+    rotation = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": SHORT, **factors}
+    lengths = dict(max_position_embeddings=256, original_max_position_embeddings=SHORT, sliding_window=None)
+    more = dict(num_local_experts=2, num_experts_per_tok=2) if kind == "phimoe" else {}
+    return with_random_weights(untrained(kind, rope_parameters=rotation, **lengths, **more))
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phimoe"])
+def test_a_text_whose_rotations_change_stays_in_its_cache_or_is_refused(kind: str) -> None:
+    model = rotated_by_length(kind)
+
+    def generated(ids: Tensor, new: int, past: keepset.Cache) -> Tensor:
+        return generate(model, ids, past, max_new_tokens=new).sequences
+
+    for length, new in ((SHORT - 4, 5), (SHORT + 1, 8)):  # of which 64 and 72 tokens are fed
+        past, ids = keepset.Cache(model, "knorm(keep=1.0)"), prompt(1, length)
+        said = generated(ids, new, past)
+        with torch.no_grad():
+            logits = model(said[:, :-1], use_cache=False).logits
+        assert torch.equal(logits[0, length - 1 :].argmax(-1), said[0, length:])
+        assert past.get_seq_length() == length + new - 1
+    ids, past = prompt(1, SHORT - 4), keepset.Cache(model, "knorm(keep=12)")
+    with refusal(
+        "and 65 are to be fed: use at most max_new_tokens=5, or begin a new cache with a text of more than 64"
+    ):
+        generated(ids, 6, past)
+    with refusal("use at most max_new_tokens=5"):  # 20 is the default
+        model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=past, pad_token_id=0)
+    said = generated(ids, 2, past)
+    question = prompt(1, 5)
+    with refusal("and 66 are to be fed: begin a new cache"):
+        model.generate(**past.ask(question), max_new_tokens=1)
+    with refusal("and 66 are to be fed: begin a new cache"):
+        model(question, past_key_values=past)
+    assert model.generate(**past.ask(question[:, :3]), max_new_tokens=1).shape == (1, 4)
+    assert generated(said, 1, past).shape == (1, SHORT - 1)
 
 
 @torch.no_grad()

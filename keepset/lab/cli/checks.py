@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import unicodedata
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from keepset.errors import BudgetError, KeepsetError
+from keepset.errors import BudgetError, KeepsetError, UnsupportedModelError
 from keepset.lab.cli.console import note
 from keepset.lab.cli.options import STANDARD_OUTPUT
 from keepset.models import context_length
@@ -86,7 +87,10 @@ def check_tensor_file(out: Path, force: bool) -> None:
 
 
 def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
-    """Refuse recipes whose statistics or tables cannot be read, or are another model's; None is the full cache."""
+    """Refuse recipes whose statistics or tables cannot be read, or are another model's; None is the full cache.
+
+    A recipe that the model cannot run is left to the measurement, which says so in its row.
+    """
     from keepset.core.features.runtime_features import ModelStatistics, ModelTables
     from keepset.hf.cache import Cache
 
@@ -94,7 +98,8 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
         if recipe is not None and any(
             isinstance(need, ModelStatistics | ModelTables) for need in recipe.method.traits.needs
         ):
-            Cache(model, recipe).stop_watching()
+            with suppress(UnsupportedModelError):
+                Cache(model, recipe).stop_watching()
 
 
 def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.model_support import check_logits
+from keepset.hf.other_layers import mend_mixers
 from keepset.hf.prompt_session import warm_up
 from keepset.hf.store import SLACK
 from keepset.lab.compare.comparison import Comparer, Comparison, check_predictions, kl, kl_figures, mean, nll
@@ -79,6 +80,7 @@ class DecodeComparer(Comparer):
         self._on_tokens = on_tokens
         self._model, self._prompt, self._text = model, prompt, text
         self._length = prompt.shape[1] + text.shape[1]
+        mend_mixers(model)  # before the first cache of a recipe does: the full cache gets several tokens at once, too
         warm_up(model, prompt)
         full = DynamicCache(config=model.config)
         self._full = self._feed(full, lambda: (dynamic_nbytes(full), 1.0), None)

@@ -37,7 +37,6 @@ class PromptComparer(Comparer):
         self._model, self._tokenizer, self._task = model, tokenizer, task
         warm_up(model, task.prompt)
         self._session = PromptSession(model, task.prompt, recipes, on_layer, images=task.images)
-        self._session.prefill()
         full = self._session.compress(None)
         ids, speed = self._ask(full.cache.fork())
         self._continuation = task.continuation

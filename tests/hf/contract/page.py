@@ -23,6 +23,7 @@ for the model's type: `model_type` in its `config.json`. What vLLM serves is [an
 weights of each of the {number} types that transformers maps to causal or image-text models, and checks on a text:
 
 - with `keep=1.0` the model says the tokens that it says with transformers' own cache;
+- it goes on from a prompt with several tokens at once as it does after the whole text;
 - after compression, once and with `every=`, its logits are those of the model run without a cache, with what was
   dropped hidden by a mask;
 - methods of each kind (keys, a window of queries, moments of queries, a second pass, hidden states), `match` and

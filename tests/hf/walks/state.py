@@ -16,7 +16,7 @@ from keepset.hf.store import EntryStore
 _NOT_STATE = {
     *("_hooks", "_second", "_perplexity", "_model", "_forecast", "_in_entries", "_few", "_from_files", "_waiting"),
     *("recipe", "observer", "schedule", "needs", "seconds", "positions", "_seconds", "managed_layers", "_config"),
-    "_model_name",
+    *("_model_name", "_in_forward", "_is_changed"),
 }
 """Attributes that say nothing of what is cached, or, as positions of the newest forward, nothing any more."""
 

@@ -15,6 +15,7 @@ from keepset.hf.store import SLACK
 from keepset.lab.candidate import grid
 from keepset.lab.compare import decode
 from keepset.lab.compare.decode import DecodeComparer, feed_slices
+from tests.hf.contract.builds import build
 from tests.hf.models import prompt, tiny
 from tests.lab.compare.test_prompt import best, divergence
 from tests.tiers import FULL
@@ -162,3 +163,12 @@ def test_pieces_end_at_events_and_before_them(tokens: int, every: int | None) ->
     for event in range(every or tokens, tokens + 1, every or tokens):
         assert event in ends and event - 1 in ends | {0}
     assert all(0 < part.stop - part.start <= SLACK for part in parts)
+
+
+def test_the_full_cache_of_states_is_that_of_one_token_at_a_time() -> None:
+    """Of a model whose mixers forget their states before several tokens."""
+    model = build("jamba")
+    comparer = DecodeComparer(model, IDS[:, :BEFORE], IDS[:, BEFORE : BEFORE + 20], "jamba")
+    with torch.no_grad():
+        expected = model(IDS[:, : BEFORE + 20], use_cache=False).logits[0, BEFORE:]
+    assert torch.allclose(comparer._full.logits, expected, atol=1e-3)

@@ -21,6 +21,7 @@ from keepset.lab.compare.prompt import PromptComparer
 from keepset.lab.compare.text_task import ANSWER_TOKENS, TextTask
 from keepset.lab.record import Record
 from keepset.lab.texts import Needle
+from tests.hf.contract.builds import build
 from tests.hf.models import full, generate, prompt, recipe, tiny
 
 LENGTH, AFTER = 60, 20
@@ -283,3 +284,29 @@ def test_intervals_are_of_the_mean_over_the_tokens() -> None:
     assert abs(figures["kl_low"] - (middle - margin)) < 0.1 * margin
     assert abs(figures["kl_high"] - (middle + margin)) < 0.1 * margin
     assert kl_figures(torch.tensor([0.5, math.inf]))["kl_high"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "words"),
+    [
+        ("hunyuan_v1_dense", "expected_attention(future=8)", "makes its queries in a way"),  # while the prompt runs
+        # at once
+        pytest.param("gemma3n_text", "gvote(p_nuc=0.9, future=8)", "share keys and values", marks=pytest.mark.full),
+    ],
+)
+def test_a_recipe_that_the_model_refuses_is_a_row(kind: str, method: str, words: str) -> None:
+    """The others have the figures that they have without it."""
+    model, recipes = build(kind), keepset.Recipe.parse_list(f"knorm, {method}, h2o")
+
+    def rows(recipes: list[keepset.Recipe]) -> list[Record]:
+        candidates = grid(recipes, [Budget(15)])
+        ran = [candidate.recipe for candidate in candidates if candidate.recipe is not None]
+        return list(PromptComparer(model, Numbers(), task(), kind, ran).run(candidates))
+
+    first, refused, last = rows(recipes)
+    assert refused.error is not None and words in refused.error and not refused.figures
+    for row, expected in zip((first, last), rows([recipes[0], recipes[2]]), strict=True):
+        assert row.error is None
+        assert [row.figures[name] for name in ("kl", "keep", "top1")] == pytest.approx(
+            [expected.figures[name] for name in ("kl", "keep", "top1")]
+        )
