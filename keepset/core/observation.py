@@ -63,6 +63,8 @@ class Observation:
         num_kept: how many entries of every head will stay, request after request and head after head, if only lengths
             and files decide it. If heads differ, their average.
         entry_bytes: bytes of one entry as it is stored in one KV head; by default those of its key and its value.
+        entry_sizes: the numbers that an entry holds of a key and of a value, of which one may be part of the other; by
+            default those of both.
 
     Raises:
         KeepsetError: if the observation's layers are no neighbours among all layers.
@@ -83,6 +85,7 @@ class Observation:
     state: Mapping[str, Tensor]
     num_kept: Sequence[int] | None
     entry_bytes: int
+    entry_sizes: tuple[int, int]
     moved_as_stored: ClassVar[bool] = False
     """Whether entries are moved as stored. `keys` are then those that attention will read, also in few bits."""
 
@@ -107,6 +110,7 @@ class Observation:
         longest: int | None = None,
         num_kept: Sequence[int] | None = None,
         entry_bytes: int | None = None,
+        entry_sizes: tuple[int, int] | None = None,
     ) -> None:
         shape, device, whole = keys.shape[:3], keys.device, valid is None
         if entry_bytes is None:
@@ -134,6 +138,7 @@ class Observation:
             state=state or {},
             num_kept=num_kept,
             entry_bytes=entry_bytes,
+            entry_sizes=(keys.shape[-1], values.shape[-1]) if entry_sizes is None else entry_sizes,
         )
         if count is not None or whole:
             vars(self)["count"] = keys.shape[:3].numel() if count is None else count
@@ -252,11 +257,6 @@ class Observation:
     def value_dim(self) -> int:
         """Return the numbers per value."""
         return self.values.shape[-1]
-
-    @cached_property
-    def entry_sizes(self) -> tuple[int, int]:
-        """Return the numbers that an entry holds of a key and of a value, of which one may be part of the other."""
-        return self.head_dim, self.value_dim
 
     @cached_property
     def dtype(self) -> torch.dtype:

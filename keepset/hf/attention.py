@@ -460,7 +460,8 @@ class MaskRule:
             UnsupportedModelError: layers that dropped entries cannot apply the mask.
             KeepsetError: the mask hides cached tokens, or shows cached padding.
         """
-        _ = self.shows_later  # which refuses other masks
+        if self.arguments["mask_function"] is not causal_mask_function:
+            _ = self.shows_later  # which refuses other masks
         padding: Tensor | None = self.arguments.get("attention_mask")
         if padding is None:
             return None
@@ -494,7 +495,9 @@ def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
         return sdpa_mask(**arguments)
     if not new:
         raise KeepsetError(f"The cache holds {int(held)} tokens and the input has no more: {OTHER_PROMPT}.")
-    check_width(arguments.get("attention_mask"), int(held) + new)  # before any layer has stored a token
+    padding, end = arguments.get("attention_mask"), int(held) + new
+    if padding is not None and padding.shape[-1] < end:  # before any layer has stored a token
+        check_width(padding, end)
     return MaskRule(arguments)
 
 

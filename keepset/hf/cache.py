@@ -351,8 +351,8 @@ class Cache(ObservedCache):
         # Of all layers at once, since they hold the same: unless the event before has left them different numbers, or
         # their heads have other sizes.
         layers = self.compressed_layers
-        key_size, value_size = up_to_event.key.shape[-1], up_to_event.value.shape[-1]
-        budget = self._budget([layer.store_type.entry_sizes(key_size, value_size)])
+        key, value = layer.store_type.stored(up_to_event.key[:0], up_to_event.value[:0])
+        budget = self._budget([(key.shape[-1], value.shape[-1])])
         basis = budget, held, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
             quotas = forecast_quotas(method, *basis, self._from_files)
@@ -377,9 +377,7 @@ class Cache(ObservedCache):
         for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
             members = [each for stack in group for each in layers_of(stack)] if self._stacks_layers else group
             start = time.perf_counter()
-            stores = [self.managed_layers[each.layer].store_type for each in members]
-            sizes = zip(stores, members, strict=True)
-            budget = self._budget([store.entry_sizes(each.head_dim, each.value_dim) for store, each in sizes])
+            budget = self._budget([each.entry_sizes for each in members])
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
                 keep_set.count()

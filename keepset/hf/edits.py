@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 
 from keepset.errors import KeepsetError
-from keepset.hf.forwards import WholeForwards
+from keepset.hf.forwards import Forwards
 from keepset.hf.hooks import RopeDeltas
 from keepset.hf.layer import LayerState
 from keepset.hf.other_layers import HybridLayerState, cropped
@@ -17,7 +17,7 @@ from keepset.hf.progress import Progress
 from keepset.recipe import Schedule
 
 
-class EditableCache(WholeForwards, TransformersCache):
+class EditableCache(Forwards, TransformersCache):
     """A transformers cache of keepset's layers and others, as `generate` edits it between two forwards.
 
     `ObservedCache` describes the attributes.
@@ -28,6 +28,20 @@ class EditableCache(WholeForwards, TransformersCache):
     prompt_length: int | None
     progress: Progress | None
     _rope: RopeDeltas | None
+    _is_changed = False
+    """Whether a forward has begun to change the cache, and is not complete."""
+
+    def require_whole_forward(self) -> None:
+        """Check that no forward has changed the cache in part.
+
+        Raises:
+            KeepsetError: one has.
+        """
+        if self._is_changed:
+            raise KeepsetError(
+                "A forward with this cache ended before its last layer, so its layers hold different tokens: make a "
+                "new cache, or go on from a copy made before that forward (cache.fork())."
+            )
 
     def reorder_cache(self, beam_idx: Any) -> None:
         self.require_whole_forward()

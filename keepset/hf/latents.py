@@ -139,10 +139,6 @@ class LatentStore(EntryStore):
         return keys[..., :size], keys[..., size:]
 
     @classmethod
-    def entry_sizes(cls, key_size: int, value_size: int) -> tuple[int, int]:
-        return value_size, key_size - value_size
-
-    @classmethod
     def read(cls, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat([keys, values], -1), keys
 

@@ -113,7 +113,8 @@ class LayerState(LogicalLayer):
         self.logical = new.end
         if new.batched is None and self.store is not None:
             room = 0 if self.decoding is None else self.decoding.next - new.start
-            self.store.append(new.key, new.value, new.positions, new.real_indices, room)
+            rows = None if new.real is None else new.real.indices
+            self.store.append(new.key, new.value, new.positions, rows, room)
         output = self._attended(new) if new.batched is None else new.batched.output
         if self.readers:
             self._read_by = [new]
@@ -194,6 +195,7 @@ class LayerState(LogicalLayer):
             features={**features, **collected},
             softmax=up_to_event.softmax,
             entry_bytes=key.nbytes + value.nbytes,
+            entry_sizes=(len(key), len(value)),
         )
 
     def held(self, up_to_event: AttentionInput) -> list[list[int]]:

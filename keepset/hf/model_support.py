@@ -65,6 +65,12 @@ def _uses_attention_interface(model: PreTrainedModel) -> bool:
     )
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the part of a model that takes a cache; some models use the name decoder for their language head."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+
+
 def check_logits(logits: Tensor) -> None:
     """Refuse logits that are not numbers: every answer would be the same nonsense.
 

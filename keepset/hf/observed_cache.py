@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
@@ -33,13 +33,14 @@ from keepset.hf.attention import (
     uncompiled,
 )
 from keepset.hf.edits import EditableCache
-from keepset.hf.forwards import DecoderCall, report_forwards
+from keepset.hf.forwards import DecoderCall, Forwards
 from keepset.hf.hooks import AttentionHooks, ImageHooks, ModelHooks, PerplexityHooks, RopeDeltas, image_token_ids
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
 from keepset.hf.model_support import (
     caches_latents,
     check_model,
+    decoder_of,
     longest_in_cache,
     output_projections,
     readers_of,
@@ -91,7 +92,7 @@ class ObservedCache(EditableCache, KnowsText):
         self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
         with SWITCHING:
             model.set_attn_implementation(NAME)
-        report_forwards(model)
+        _report_forwards(model)
         mend_mixers(model)
 
         self._longest_in_cache = longest_in_cache(model)
@@ -137,7 +138,7 @@ class ObservedCache(EditableCache, KnowsText):
         for layer in self.managed_layers.values() if caches_latents(self._config) else ():
             layer.store_type = LatentStore
         self._waiting: list[Observation] = []
-        self._attending = False
+        self._attending = self._in_forward = False
         # Models write some states where they lie, past the cache.
         self._has_states = any(isinstance(layer, LinearAttentionLayer) for layer in self.layers)
 
@@ -194,7 +195,7 @@ class ObservedCache(EditableCache, KnowsText):
             )
         kept = self.managed_layers.get(layer_idx)
         if kept is None:
-            self.note_change()
+            self._is_changed = self._in_forward
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if kept.store is not None:
             held, new = kept.store.heads, (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
@@ -220,7 +221,9 @@ class ObservedCache(EditableCache, KnowsText):
         return key_states, value_states
 
     def begin_forward(self, call: DecoderCall) -> None:
-        super().begin_forward(call)
+        if self._is_changed:
+            self.require_whole_forward()
+        self._in_forward = True
         if self.progress is not None and self._longest_in_cache is not None:
             self._check_length(self.progress.logical, self.progress.logical + call.tokens)
         if self._has_states:
@@ -230,11 +233,11 @@ class ObservedCache(EditableCache, KnowsText):
         if self._hooks is not None:
             self._hooks.forget()
         if self._has_states:
-            self.note_change()
+            self._is_changed = True
 
     def end_forward(self) -> None:
-        if not self._waiting:  # for the model's logits
-            super().end_forward()
+        self._in_forward = False
+        self._is_changed = bool(self._waiting)  # for the model's logits
 
     def check_reach(self, present: int, reached: int) -> None:
         self._check_length(present if self.progress is None else self.progress.logical, reached, present)
@@ -281,7 +284,7 @@ class ObservedCache(EditableCache, KnowsText):
 
     def reset(self) -> None:
         super().reset()
-        super().end_forward()
+        self._in_forward = self._is_changed = False
         self.progress = None
         self._waiting.clear()
         self._attending = False
@@ -302,7 +305,7 @@ class ObservedCache(EditableCache, KnowsText):
         new.real = None if new.mask is None else new.mask.real
         if first:
             self._advance(new)
-        self.note_change()
+        self._is_changed = self._in_forward
         progress = self.progress
         assert progress is not None and progress.positions is not None
         new.positions, new.cache_valid = progress.positions.to(new.key.device), progress.valid
@@ -354,7 +357,7 @@ class ObservedCache(EditableCache, KnowsText):
 
     def _advance(self, new: AttentionInput) -> None:
         """Count the tokens of a forward for all layers and find their positions, before the first of them attends."""
-        n, real = new.length, new.real
+        n, real = new.key.shape[2], new.real
         valid = None if real is None else real.mask
         if (progress := self.progress) is None:
             progress = self._begin(new)
@@ -449,7 +452,7 @@ class ObservedCache(EditableCache, KnowsText):
         """Complete the observations that waited for the model's logits, once its call is over."""
         self._waiting = [observation.with_features(perplexities) for observation in self._waiting]
         self._choose_waiting()
-        super().end_forward()
+        self._is_changed = False
 
     @property
     def requests(self) -> int:
@@ -501,3 +504,29 @@ class ObservedCache(EditableCache, KnowsText):
 
 
 _NOTHING_GROWS = "{model} has no layer that caches the whole text, but only sliding windows or states of a fixed size"
+_REPORTS = "_keepset_reports_forwards"
+"""Attribute of a decoder that reports its calls."""
+
+
+def _report_forwards(model: PreTrainedModel) -> None:
+    """Make a model's decoder report its calls to the caches that it is given, from now on.
+
+    The hooks hold nothing of a cache, so they stay.
+    """
+    decoder = decoder_of(model)
+    if not hasattr(decoder, _REPORTS):
+        setattr(decoder, _REPORTS, True)
+        decoder.register_forward_pre_hook(_begin, with_kwargs=True)
+        decoder.register_forward_hook(_end, with_kwargs=True)
+
+
+@uncompiled
+def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if isinstance(past := kwargs.get("past_key_values"), Forwards):
+        past.begin_forward(DecoderCall(args, kwargs))
+
+
+@uncompiled
+def _end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if isinstance(past := kwargs.get("past_key_values"), Forwards):
+        past.end_forward()

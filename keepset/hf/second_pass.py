@@ -23,11 +23,11 @@ from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
 from keepset.hf.attention import AttentionInput, by_group, set_pending_attention
-from keepset.hf.forwards import decoder_of
 from keepset.hf.hooks import ModelHooks, before_calls, is_rotary
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.layer_input import position_offset
+from keepset.hf.model_support import decoder_of
 from keepset.hf.other_layers import HybridLayerState, one_request, states_of
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention

@@ -129,11 +129,6 @@ class EntryStore:
         return keys, values
 
     @classmethod
-    def entry_sizes(cls, key_size: int, value_size: int) -> tuple[int, int]:
-        """Return the numbers that are stored of a key and of a value of these sizes."""
-        return key_size, value_size
-
-    @classmethod
     def read(cls, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return stored keys and values in the form in which they are read."""
         return keys, values

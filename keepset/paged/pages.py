@@ -224,8 +224,9 @@ class PagedObservation(LazyObservation):
 
     def __init__(self, entries: PagedEntries, width: int, **parts: Any) -> None:
         pages, shape = entries.pages, (*entries.shape[:2], width)
-        super().__init__(shape, pages.head_dim, pages.value_dim, pages.dtype, pages.device, **parts)
-        vars(self).update(_entries=entries, entry_sizes=pages.entry_sizes)
+        sizes = pages.head_dim, pages.value_dim
+        super().__init__(shape, *sizes, pages.dtype, pages.device, entry_sizes=pages.entry_sizes, **parts)
+        vars(self)["_entries"] = entries
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
         return self._entries.keys(heads)[:, :, : self.valid.shape[2]]

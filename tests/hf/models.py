@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 import keepset
 from keepset.core.method import Allocator
 from keepset.core.statistics import Statistics, offer, save
-from keepset.hf import forwards
+from keepset.hf import observed_cache
 from keepset.lab.calibrate.corpus import Corpus
 from keepset.lab.calibrate.measure import measure
 from tests.methods.naive import SMALL, random_predictor
@@ -225,7 +225,7 @@ def feed(model: Any, past: Any, ids: Tensor, mask: Tensor) -> Tensor:
 def hooks_on(model: Any) -> int:
     """The number of hooks on a model's modules, but for those by which a decoder reports its calls for good."""
     hooks = (each for module in model.modules() for each in (module._forward_pre_hooks, module._forward_hooks))
-    return sum(hook.__module__ != forwards.__name__ for each in hooks for hook in each.values())
+    return sum(hook.__module__ != observed_cache.__name__ for each in hooks for hook in each.values())
 
 
 padded_or_not = pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
