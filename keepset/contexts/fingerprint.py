@@ -38,6 +38,8 @@ _SAMPLED, _EACH = 64, 4
 """Numbers of weights in a sample, and of numbers taken from each."""
 _ADAPTERS = "adapters"
 """Name of the digest of a model's adapters, in fingerprints and samples of models that have some in use."""
+CHANGED = "weights changed in place"
+"""Name of the digest of a server's weights, in fingerprints of servers whose weights are not those of their files."""
 _QUANTIZATION = ("quant_method", "quant_type", "bits", "group_size", "weight_block_size", "load_in_4bit")
 """Those settings of quantized weights that every library writes alike."""
 
@@ -88,8 +90,8 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
     for name in {**ours, **theirs}:
         there, here = theirs.get(name, "unknown"), ours.get(name, "none")
         if there != here and (name in ours or name != "weights"):
-            if name in ("weights", _ADAPTERS):
-                return f"{name} differ"
+            if name in ("weights", CHANGED, _ADAPTERS):
+                return f"{_ADAPTERS if name == _ADAPTERS else 'weights'} differ"
             # A damaged file may say anything: escaped, it breaks no line and controls no terminal.
             return f"{name} differs: {str(there).encode('unicode_escape').decode()} there, {here} here"
     return ""

@@ -113,7 +113,7 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], wanted: Mode
         config = config_of(model, layers[0])
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         measured.check(layers, kv_heads, head_dim_of(model, layers[0]))
-    _check_own(model, measured, f"The statistics {measured.name!r}", "Make them for this one with keepset calibrate.")
+    _check_own(model, measured, f"The statistics {measured.name!r}", "make them for this one with keepset calibrate.")
     return measured
 
 
@@ -121,7 +121,7 @@ def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
     """Return the tables in a file."""
     compiled = tables.load(file)
     compiled.check(layers, model.config.get_text_config(decoder=True).num_attention_heads)
-    _check_own(model, compiled, f"The tables {file!r}", "Make them for this one with keepset compile.")
+    _check_own(model, compiled, f"The tables {file!r}", "make them for this one with keepset compile.")
     return compiled
 
 
@@ -131,7 +131,7 @@ def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, ad
     if compared in own:
         return
     if has_other_weights(model, sample_of(made)):
-        raise KeepsetError(f"{named} are of another model of this shape, with other weights. {advice}")
+        raise KeepsetError(f"{named} are of another model of this shape, with other weights: {advice}")
     own.add(compared)
 
 

@@ -162,6 +162,10 @@ def test_statistics_of_a_model_are_not_those_of_its_adapters() -> None:
     model, plain = with_adapters("llama"), tiny("llama")
     assert has_other_weights(model.get_base_model(), sample(plain)) and has_other_weights(plain, sample(model))
     assert not has_other_weights(model.get_base_model(), sample(model))
+    with model.disable_adapter():
+        keepset.Cache(model, "qfilter(keep=12)")
+    with refusal("are of another model of this shape, with other weights"):
+        keepset.Cache(model, "qfilter(keep=12)")
 
 
 class Packed(nn.Module):
@@ -207,6 +211,11 @@ def test_weights_in_buffers_count(tmp_path: Path) -> None:
     declared.config.quantization_config = {"quant_method": "gptq", "bits": 3}
     with refusal(r'whose quantization differs: unknown there, {"bits": 3, "quant_method": "gptq"} here'):
         keepset.Cache.load(tmp_path / "context", declared)
+    cache = keepset.Cache(declared, "knorm(keep=12)")
+    declared(prompt(1, 30), past_key_values=cache)
+    cache.save(tmp_path / "declared")
+    with refusal(r'whose quantization differs: {"bits": 3, "quant_method": "gptq"} there, none here'):
+        keepset.Cache.load(tmp_path / "declared", four)
 
 
 def test_an_output_projection_that_is_not_linear_is_refused() -> None:
