@@ -158,6 +158,8 @@ def _slices(folder: Path) -> dict[str, Any]:
 
 
 def _stored_numbers(stored: Any, places: Iterable[int]) -> Tensor:
+    if prod(stored.get_shape()) < 2:  # which may have no axis to take a part of
+        return stored[...].flatten()
     row = max(prod(stored.get_shape()[1:]), 1)
     return torch.stack([stored[place // row : place // row + 1].flatten()[place % row] for place in places])
 

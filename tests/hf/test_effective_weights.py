@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import keepset
-from keepset.contexts.fingerprint import fingerprint, has_other_weights, sample, stored_weights
+from keepset.contexts.fingerprint import fingerprint, has_other_weights, sample, stored_weights, stores_other_weights
 from tests.hf.models import full, generate, prompt, refusal, same_keep_set, tiny, untrained, with_random_weights
 
 TARGETS = {
@@ -234,6 +234,17 @@ def test_files_have_the_fingerprint_of_the_model(tmp_path: Path, name: str, dtyp
     model.to(dtype).save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
     assert fingerprint(loaded)["weights"] == stored_weights(tmp_path, loaded.config, dtype)
+
+
+def test_samples_of_weights_of_any_shape_are_compared_with_files(tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    for name, shape in (("single", ()), ("none", (0, 4)), ("one", (1, 1, 1))):
+        model.register_buffer(name, torch.full(shape, 2.0))
+    model.save_pretrained(tmp_path)
+    assert {"single", "none", "one"} <= sample(model).keys()
+    assert not stores_other_weights(tmp_path, sample(model))
+    model.single += 1
+    assert stores_other_weights(tmp_path, sample(model))
 
 
 OFFLOADED = ["criticalkv(knorm, keep=12)", "expected_attention(keep=12)", "second_pass(keep=12)"]
