@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from keepset.contexts.weights import adapters_digest, is_plain, step_of, untied, unwrapped, update, weights_of
 from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
 
@@ -35,20 +36,42 @@ _TINY = 1e-6
 """Size below which float16 has no exact numbers."""
 _SAMPLED, _EACH = 64, 4
 """Numbers of weights in a sample, and of numbers taken from each."""
-_NUMBERS = 16
-"""How many numbers of every weight are compared. A model that was trained further differs in most of them."""
+_ADAPTERS = "adapters"
+"""Name of the digest of a model's adapters, in fingerprints and samples of models that have some in use."""
+CHANGED = "weights changed in place"
+"""Name of the digest of a server's weights, in fingerprints of servers whose weights are not those of their files."""
+_QUANTIZATION = ("quant_method", "quant_type", "bits", "group_size", "weight_block_size", "load_in_4bit")
+"""Those settings of quantized weights that every library writes alike."""
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """Return the facts that two models must share to make the same keys and values, by names that people understand."""
-    config = model.config.get_text_config(decoder=True)
-    return {**make(type(model).__name__, config, model.dtype), "weights": _weights(model)}
+    """Return the facts that two models must share to make the same keys and values, by names that people understand.
+
+    Everything that changes what the model computes is among them: weights, the adapters in use, quantization.
+
+    Raises:
+        UnsupportedModelError: weights are not loaded.
+    """
+    model = unwrapped(model)
+    config, adapters = model.config.get_text_config(decoder=True), adapters_digest(model)
+    facts = make(type(model).__name__, config, model.dtype, getattr(model.config, "quantization_config", None))
+    return {**facts, **({_ADAPTERS: adapters} if adapters else {}), "weights": _weights(model)}
 
 
-def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, str]:
-    """Return the fingerprint of a model that is not loaded, without its weights."""
+def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype, quantization: Any = None) -> dict[str, str]:
+    """Return the fingerprint of a model that is not loaded, without its weights.
+
+    Args:
+        architecture: the name of the model's class.
+        config: the configuration of its decoder.
+        dtype: its precision.
+        quantization: the settings by which its weights are quantized; None if they are not.
+    """
     rotation = getattr(config, "rope_parameters", None) or {}
+    settings = quantization if isinstance(quantization, Mapping) else getattr(quantization, "to_dict", dict)()
+    known = {name: settings[name] for name in _QUANTIZATION if settings.get(name)}
     return {
+        **({"quantization": json.dumps(known, sort_keys=True, default=str)} if known else {}),
         "architecture": architecture,
         "number of layers": str(config.num_hidden_layers),
         "hidden size": str(config.hidden_size),
@@ -61,23 +84,29 @@ def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype) -> dic
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
     """Return how two fingerprints differ, as the end of a sentence; "" if they do not.
 
-    Only the first difference is given: facts that depend on it, such as the weights, differ too.
+    Only the first difference is given: facts that depend on it, such as the weights, differ too. Weights may be unknown
+    here.
     """
-    for name, here in ours.items():
-        there = theirs.get(name, "unknown")
-        if there != here:
-            if name == "weights":
-                return "weights differ"
+    for name in {**ours, **theirs}:
+        there, here = theirs.get(name, "unknown"), ours.get(name, "none")
+        if there != here and (name in ours or name != "weights"):
+            if name in ("weights", CHANGED, _ADAPTERS):
+                return f"{_ADAPTERS if name == _ADAPTERS else 'weights'} differ"
             # A damaged file may say anything: escaped, it breaks no line and controls no terminal.
             return f"{name} differs: {str(there).encode('unicode_escape').decode()} there, {here} here"
     return ""
 
 
-def sample(model: PreTrainedModel) -> dict[str, list[float]]:
-    """Return a few numbers of some weights, which identify a model in any precision; plain JSON."""
-    weights = _readable(model)
+def sample(model: PreTrainedModel) -> dict[str, Any]:
+    """Return a few numbers of some weights, which identify a model in any precision; plain JSON.
+
+    A model with adapters in use has their digest too.
+    """
+    model = unwrapped(model)
+    weights, adapters = _readable(model), adapters_digest(model)
     names = list(weights)[:: max(len(weights) // _SAMPLED, 1)]
-    return {name: [float(f"{x:.6g}") for x in _few(weights[name]).tolist()] for name in names}
+    numbers = {name: [float(f"{x:.6g}") for x in _few(weights[name]).tolist()] for name in names}
+    return {**numbers, **({_ADAPTERS: adapters} if adapters else {})}
 
 
 def sample_of(made: Statistics | Tables) -> Mapping[str, Any]:
@@ -87,7 +116,9 @@ def sample_of(made: Statistics | Tables) -> Mapping[str, Any]:
 
 
 def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> bool:
-    """Return whether a sample is of other weights than a model's, as far as these are loaded and not quantized."""
+    """Return whether a sample is of other adapters or weights than a model's, as far as these are not quantized."""
+    if sampled and sampled.get(_ADAPTERS, "") != adapters_digest(model):
+        return True
     weights = _readable(model)
     return bool(sampled and weights) and _differ(sampled, {name: weights[name] for name in sampled if name in weights})
 
@@ -95,6 +126,8 @@ def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> boo
 def stores_other_weights(folder: Path, sampled: Mapping[str, Any]) -> bool:
     """Return whether a sample is of other weights than those in a model's folder, without loading these."""
     stored = _slices(folder)
+    if _ADAPTERS in sampled:
+        return True
     few = {name: _stored_numbers(stored[name], _places(stored[name].get_shape())) for name in sampled if name in stored}
     return bool(sampled and few) and _differ(sampled, few)
 
@@ -106,7 +139,7 @@ def _differ(sampled: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
 
 
 def _readable(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: w for name, w in model.named_parameters() if w.is_floating_point() and not w.is_meta}
+    return {name: w for name, w in weights_of(model).items() if w.is_floating_point() and is_plain(w)}
 
 
 def _few(weight: Tensor) -> Tensor:
@@ -125,6 +158,8 @@ def _slices(folder: Path) -> dict[str, Any]:
 
 
 def _stored_numbers(stored: Any, places: Iterable[int]) -> Tensor:
+    if prod(stored.get_shape()) < 2:  # which may have no axis to take a part of
+        return stored[...].flatten()
     row = max(prod(stored.get_shape()[1:]), 1)
     return torch.stack([stored[place // row : place // row + 1].flatten()[place % row] for place in places])
 
@@ -134,29 +169,21 @@ def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -
     stored = _slices(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = dict(model.named_parameters())
+    weights, digest = untied(model), hashlib.sha256()
     if any(name not in stored or stored[name].get_shape() != list(weights[name].shape) for name in weights):
         return None
-
-    def numbers(name: str) -> Tensor:
-        weight = weights[name]
-        return _stored_numbers(stored[name], range(0, weight.numel(), _step(weight))).to(dtype)
-
-    return _digest(weights, numbers)
+    wide = model._get_dtype_plan(dtype)  # parts of the names of weights that keep a precision of their own
+    for name, weight in weights.items():
+        precision = next((wide[part] for part in wide if part in name), weight.dtype)
+        numbers = _stored_numbers(stored[name], range(0, weight.numel(), step_of(weight)))
+        digest.update(f"{name} ".encode())
+        update(digest, weight.to(precision), numbers.to(precision))
+    return digest.hexdigest()
 
 
 def _weights(model: PreTrainedModel) -> str:
-    weights = dict(model.named_parameters())
-    return _digest(weights, lambda name: weights[name].detach().flatten()[:: _step(weights[name])].contiguous())
-
-
-def _step(weight: Tensor) -> int:
-    return max(weight.numel() // _NUMBERS, 1)
-
-
-def _digest(weights: Mapping[str, Tensor], numbers: Callable[[str], Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, weight in weights.items():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(numbers(name).view(torch.uint8).cpu().numpy().data)
+    for name, weight in weights_of(model).items():
+        digest.update(f"{name} ".encode())
+        update(digest, weight)
     return digest.hexdigest()

@@ -7,7 +7,6 @@ import functools
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -54,7 +53,7 @@ class Cache(ObservedCache):
     `generate` calls continue on it.
 
     Args:
-        model: a decoder-only transformers model.
+        model: a decoder-only transformers model, perhaps with adapters in PEFT's wrapper.
         recipe: a text such as `"snapkv(keep=0.25)"`, or a `Recipe`. If none is named, the default for a prompt that is
             answered at once is taken (`keepset.defaults`), which a warning says once for each model.
         task_tokens: for methods with a second pass: the tokens of a question that is known, `[batch, tokens]`, which
@@ -78,8 +77,8 @@ class Cache(ObservedCache):
         history: bool = False,
         observer: EventCallback | None = None,
     ) -> None:
+        model = check_model(model)
         if recipe is None:
-            check_model(model)
             name = model.config.name_or_path or ""
             recipe, why = default_recipe(name, name or "this model", ANSWERED_AT_ONCE)
             _say_once(why)
@@ -102,7 +101,6 @@ class Cache(ObservedCache):
         self.events: list[Event] = []
         self.history = history
         self.observer = observer
-        self._model = weakref.ref(model)
         # Events that some layers have not reached yet, by length.
         self._unfinished: dict[int, _UnfinishedEvent] = {}
         # The arguments and the result of the newest `_num_kept`.
@@ -125,7 +123,7 @@ class Cache(ObservedCache):
             raise KeepsetError(
                 f"Cache.load was given {type(path).__name__} as the path: give the file first, then the model."
             )
-        check_model(model)
+        model = check_model(model)
         context = saved.load(Path(path), model)
         cache = cls(model, context.recipe)
         context.restore(cache)
@@ -158,7 +156,7 @@ class Cache(ObservedCache):
             else:
                 cache.layers[index] = copy.deepcopy(other)
         if prompt.progress is not None:
-            cache.progress = copy.copy(prompt.progress)
+            cache.progress, cache.adapters = copy.copy(prompt.progress), prompt.adapters
             cache.set_position_offsets(None if prompt._rope is None else prompt._rope.deltas)
             for layer in cache.managed_layers.values():
                 layer.logical = cache.progress.logical
@@ -281,7 +279,7 @@ class Cache(ObservedCache):
             KeepsetError: the file exists, there is no whole prompt yet, `token_ids` are not as many as its tokens, the
                 model has layers of a kind that cannot be saved, or the path cannot be written to.
         """
-        model = self._model()
+        model = self._model_ref()
         if model is None:
             raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
         if os.path.isfile(path) and not force:  # unlike Path.is_file, it takes any name

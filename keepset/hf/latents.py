@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from keepset.errors import UnsupportedModelError
 from keepset.hf.attention import Attend, AttentionInput, set_pending_latents
+from keepset.hf.linear import matrix_of
 from keepset.hf.store import EntryStore
 from keepset.kernels.packed import PackedHeads
 
@@ -49,14 +50,14 @@ class Latents:
             UnsupportedModelError: the module does not make its keys and values in this way.
         """
         module, key, value = new.module, new.key, new.value
-        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
         heads, nope, size = key.shape[1], key.shape[-1] - rotated.shape[-1], value.shape[-1]
         unknown = UnsupportedModelError(
             f"{type(module).__name__} makes keys and values of what it caches in a way that keepset does not know."
         )
-        if not isinstance(weight, Tensor) or weight.shape != (heads * (nope + size), latent.shape[-1]):
+        weight = matrix_of(getattr(module, "kv_b_proj", None), latent, latent.shape[-1])
+        if weight is None or weight.shape[1] != heads * (nope + size):
             raise unknown
-        made = cls(*weight.detach().unflatten(0, (heads, nope + size)).split([nope, size], 1))
+        made = cls(*weight.t().unflatten(0, (heads, nope + size)).split([nope, size], 1))
         if module not in _checked:
             newest = latent[:, :, -1:].float()
             for whole, part in ((key[..., :nope], made.to_keys), (value, made.to_values)):

@@ -228,7 +228,7 @@ class LayerInput(QuerySource):
         if self.rotation is None:
             return queries.float()
         cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
-        return self._layout.rotate(queries, inverse(cos, sin))
+        return self._layout.rotate(queries, inverse(cos, sin)).float()
 
     def _own_rotation(self) -> Rotation | None:
         """Return the rotation of this forward's tokens."""

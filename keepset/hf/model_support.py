@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from inspect import unwrap
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from keepset.contexts.fingerprint import has_other_weights, sample_of
+from keepset.contexts.weights import adapters_digest, unwrapped
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.select import NAN_MODEL
@@ -21,10 +21,11 @@ from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionInput, by_group
+from keepset.hf.linear import matrix_of
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse a model whose attention or cache is not of the kind that keepset handles.
+def check_model(model: nn.Module) -> PreTrainedModel:
+    """Return a model, without PEFT's wrapper, if its attention and cache are of the kind that keepset handles.
 
     Raises:
         UnsupportedModelError: says in one sentence what the model has.
@@ -34,6 +35,12 @@ def check_model(model: nn.Module) -> None:
             f"keepset.Cache takes a model, and this is {model!r:.80}: load one first, as by "
             "AutoModelForCausalLM.from_pretrained(...)."
         )
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} puts learned tokens in front of every prompt, which keepset does not see: use an "
+            "adapter of weights, such as LoRA."
+        )
+    model = unwrapped(model)
     if not hasattr(model, "config"):
         raise UnsupportedModelError(f"{type(model).__name__} is no model of transformers, which keepset needs here.")
     whole: Any = model.config
@@ -55,6 +62,7 @@ def check_model(model: nn.Module) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}.")
+    return cast(PreTrainedModel, model)
 
 
 def _uses_attention_interface(model: PreTrainedModel) -> bool:
@@ -81,8 +89,9 @@ def check_logits(logits: Tensor) -> None:
         raise KeepsetError(NAN_MODEL)
 
 
-_own: WeakKeyDictionary[PreTrainedModel, set[Statistics | Tables]] = WeakKeyDictionary()
-"""Files that each model was compared with: comparing weights for every cache takes longer than making the cache."""
+_own: WeakKeyDictionary[PreTrainedModel, set[tuple[Statistics | Tables, str]]] = WeakKeyDictionary()
+"""Files that each model was compared with, and the adapters that it had: comparing weights for every cache takes longer
+than making the cache."""
 
 
 def config_of(model: PreTrainedModel, layer: int = -1) -> PreTrainedConfig:
@@ -111,7 +120,7 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], wanted: Mode
         config = config_of(model, layers[0])
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         measured.check(layers, kv_heads, head_dim_of(model, layers[0]))
-    _check_own(model, measured, f"The statistics {measured.name!r}", "Make them for this one with keepset calibrate.")
+    _check_own(model, measured, f"The statistics {measured.name!r}", "make them for this one with keepset calibrate.")
     return measured
 
 
@@ -119,18 +128,18 @@ def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
     """Return the tables in a file."""
     compiled = tables.load(file)
     compiled.check(layers, model.config.get_text_config(decoder=True).num_attention_heads)
-    _check_own(model, compiled, f"The tables {file!r}", "Make them for this one with keepset compile.")
+    _check_own(model, compiled, f"The tables {file!r}", "make them for this one with keepset compile.")
     return compiled
 
 
 def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, advice: str) -> None:
     """Check that statistics or tables were made from this very model; accept older files that do not tell weights."""
-    own = _own.setdefault(model, set())
-    if made in own:
+    own, compared = _own.setdefault(model, set()), (made, adapters_digest(model))
+    if compared in own:
         return
     if has_other_weights(model, sample_of(made)):
-        raise KeepsetError(f"{named} are of another model of this shape, with other weights. {advice}")
-    own.add(made)
+        raise KeepsetError(f"{named} are of another model of this shape, with other weights: {advice}")
+    own.add(compared)
 
 
 def longest_in_cache(model: PreTrainedModel) -> int | None:
@@ -163,8 +172,8 @@ def output_projections(up_to_event: AttentionInput) -> Float[Tensor, "query_head
     """Return the output projections of each query head's values, for all modules whose query heads these are."""
     modules = up_to_event.modules or [up_to_event.module]
     query, _, value = up_to_event.as_made
-    heads, value_dim = query.shape[1] // len(modules), value.shape[-1]
-    parts = [up_to_event.projected(output_projection(module, heads, value_dim)) for module in modules]
+    heads = query.shape[1] // len(modules)
+    parts = [up_to_event.projected(output_projection(module, heads, value)) for module in modules]
     return parts[0] if len(parts) == 1 else by_group(parts, up_to_event.key.shape[1], 0)
 
 
@@ -172,19 +181,23 @@ _NAMES = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 def output_projection(
-    module: nn.Module, query_heads: int, value_dim: int
+    module: nn.Module, query_heads: int, value: Float[Tensor, "batch kv_heads n value_dim"]
 ) -> Float[Tensor, "query_heads value_dim hidden"]:
-    """Return a view of the output projection's weights by query head."""
+    """Return what the output projection multiplies each query head's values by.
+
+    Args:
+        module: the attention module.
+        query_heads: how many query heads it has.
+        value: values of its type, on its device.
+
+    Raises:
+        UnsupportedModelError: there is no output projection of this size, or it is not linear.
+    """
     for name in _NAMES:
-        projection = getattr(module, name, None)
-        weight = getattr(projection, "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-            continue
-        # `Conv1D` multiplies from the right, all others from the left.
-        inwards = weight if isinstance(projection, Conv1D) else weight.t()
-        if inwards.shape[0] == query_heads * value_dim:
-            return inwards.detach().unflatten(0, (query_heads, value_dim))
+        matrix = matrix_of(getattr(module, name, None), value, query_heads * value.shape[-1])
+        if matrix is not None:
+            return matrix.unflatten(0, (query_heads, value.shape[-1]))
     raise UnsupportedModelError(
-        f"keepset could not find the output projection of {type(module).__name__} ({', '.join(_NAMES)}, with "
-        "unquantized weights); methods that look at it do not support this model."
+        f"keepset could not find the output projection of {type(module).__name__}, which must be linear "
+        f"({', '.join(_NAMES)}); methods that look at it do not support this model."
     )

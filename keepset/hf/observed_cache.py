@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from keepset.contexts.weights import adapters_digest
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.moments import HiddenMoments
@@ -73,6 +75,7 @@ class ObservedCache(EditableCache, KnowsText):
             transformers' own.
         compressed_layers: their indices.
         progress: how far it has come; None before the first token.
+        adapters: digests of the adapters with which the model has read tokens, "" for none.
 
     Raises:
         KeepsetError: the model or an argument cannot be used.
@@ -88,7 +91,7 @@ class ObservedCache(EditableCache, KnowsText):
     ) -> None:
         if prompt_length is not None and prompt_length < 1:
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
-        check_model(model)
+        model = check_model(model)
         self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
         with SWITCHING:
             model.set_attn_implementation(NAME)
@@ -121,6 +124,8 @@ class ObservedCache(EditableCache, KnowsText):
         }
         self._projections = needs.of(OutputProjection)
         self.progress: Progress | None = None
+        self._model_ref = weakref.ref(model)
+        self.adapters = frozenset[str]()
         self._hooks = AttentionHooks(model, self) if needs.unrotated or needs.hidden_states else None
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
         self._perplexity = PerplexityHooks(model, self, needs.of(Perplexity)) if needs.of(Perplexity) else None
@@ -285,7 +290,7 @@ class ObservedCache(EditableCache, KnowsText):
     def reset(self) -> None:
         super().reset()
         self._in_forward = self._is_changed = False
-        self.progress = None
+        self.progress, self.adapters = None, frozenset()
         self._waiting.clear()
         self._attending = False
         if self._rope is not None:
@@ -358,6 +363,8 @@ class ObservedCache(EditableCache, KnowsText):
     def _advance(self, new: AttentionInput) -> None:
         """Count the tokens of a forward for all layers and find their positions, before the first of them attends."""
         n, real = new.key.shape[2], new.real
+        if (self.progress is None or n > 1) and (model := self._model_ref()) is not None:
+            self.adapters |= {adapters_digest(model)}
         valid = None if real is None else real.mask
         if (progress := self.progress) is None:
             progress = self._begin(new)

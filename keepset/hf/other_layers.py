@@ -24,6 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from keepset.contexts.weights import device_of
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import uncompiled
 from keepset.hf.layer import LayerState
@@ -142,7 +143,7 @@ def restore_states(layer: LinearAttentionLayer, held: Mapping[str, Tensor]) -> N
 def states_of_a_token(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Return every layer's states after one token, because no configuration tells their sizes and types."""
     own = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=own, use_cache=True)
+    model(torch.zeros(1, 1, dtype=torch.long, device=device_of(model)), past_key_values=own, use_cache=True)
     return [states(layer) if isinstance(layer, LinearAttentionLayer) else {} for layer in own.layers]
 
 

@@ -20,6 +20,7 @@ from keepset.contexts import schema
 from keepset.contexts.file import FILE, ContextReader, metadata_of, opened, write
 from keepset.contexts.fingerprint import difference, fingerprint, text_digest
 from keepset.contexts.schema import FIGURES, LAYER, STATE
+from keepset.contexts.weights import BY_REQUEST, adapters_digest, device_of
 from keepset.core.budget import Ranges
 from keepset.core.files import below
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
@@ -43,6 +44,7 @@ class Saved(NamedTuple):
         next_event: logical length of the next event; None if there is none.
         offsets: the differences between the model's positions and numbers of tokens, if they are not 0.
         layers: the tensors of each layer.
+        adapters: the digest of the adapters with which the model has read its tokens.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class Saved(NamedTuple):
     next_event: int | None
     offsets: Int[Tensor, "requests 1"] | None
     layers: list[dict[str, Tensor]]
+    adapters: frozenset[str]
 
     def restore(self, cache: ObservedCache) -> None:
         """Put the context into an empty cache of its recipe, except for the event.
@@ -61,7 +64,7 @@ class Saved(NamedTuple):
         """
         if len(cache.layers) != len(self.layers) or not cache.set_position_offsets(self.offsets):
             raise FILE.corrupt(self.path)
-        cache.progress = self.progress
+        cache.progress, cache.adapters = self.progress, self.adapters
         if cache.schedule.every is None or self.next_event is None:
             cache.stop_watching()
         else:
@@ -97,9 +100,15 @@ def save(
         joint: tokens between the text and a question.
 
     Raises:
-        KeepsetError: the cache holds no whole prompt, or another number of tokens, or has layers that cannot be saved.
+        KeepsetError: the cache holds no whole prompt, or another number of tokens, or tokens of other adapters, or has
+            layers that cannot be saved.
     """
     progress, keep_set = cache.require_prompt(), None if event is None else event.keep_set
+    if BY_REQUEST in cache.adapters or cache.adapters - {adapters_digest(model)}:
+        raise KeepsetError(
+            "The cache holds tokens that the model has read with other adapters than are in use now: set them as they "
+            "were to save it, or make a new cache."
+        )
     if tokens is not None and (len(progress.lengths), progress.logical) != (1, len(tokens)):
         raise KeepsetError(
             f"token_ids are {len(tokens)}, and the cache has {progress.logical} tokens of {len(progress.lengths)} "
@@ -142,6 +151,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     Raises:
         KeepsetError: the file is no saved context, damaged, of another version or of another model.
     """
+    device = device_of(model) or torch.device("cpu")
     with opened(path) as reader:
         file, metadata, recipe = reader
         if differs := difference(metadata["fingerprint"], fingerprint(model)):
@@ -149,7 +159,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
         requests = {name: reader.tensor(name) for name in _REQUESTS if name in file}
         schema.check_lengths(metadata, requests)
         images = _images(reader, requests["lengths"], model)
-        offsets = reader.tensor("offsets").to(model.device) if "offsets" in file else None
+        offsets = reader.tensor("offsets").to(device) if "offsets" in file else None
         layers = [reader.part(f"{LAYER}{index}.") for index in range(metadata["layers"])]
         for index, layer in enumerate(layers):
             if "counts" in layer:
@@ -161,14 +171,12 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
         raise FILE.corrupt(path) from None
     # A model may be spread over several devices.
     modules = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
-    devices: dict[Any, torch.device] = {
-        each.layer_idx: weight.device for each in modules for weight in each.parameters()
-    }
+    devices: dict[Any, torch.device | None] = {each.layer_idx: device_of(each) for each in modules}
     layers = [
-        {name: tensor.to(devices.get(index, model.device)) for name, tensor in layer.items()}
+        {name: tensor.to(devices.get(index) or device) for name, tensor in layer.items()}
         for index, layer in enumerate(layers)
     ]
-    device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
+    device = next((layer["counts"].device for layer in layers if "counts" in layer), device)
     numbers, event = metadata["progress"], metadata["event"]
     next_event = numbers.pop("next_event")
     tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
@@ -176,7 +184,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     known = SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
     progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=known, images=images)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
-    return Saved(path, recipe, progress, newest, next_event, offsets, layers)
+    return Saved(path, recipe, progress, newest, next_event, offsets, layers, frozenset({adapters_digest(model)}))
 
 
 def _images(

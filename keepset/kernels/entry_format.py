@@ -191,7 +191,7 @@ class EightBits(EntryFormat):
     def quantize(
         self, rows: Float[Tensor, "*places dim"], dtype: torch.dtype
     ) -> tuple[Int8[Tensor, "*places dim"], Float[Tensor, "*places"]]:
-        largest = torch.linalg.vector_norm(rows, torch.inf, -1, dtype=torch.float32)
+        largest = torch.linalg.vector_norm(rows, torch.inf, -1, dtype=torch.promote_types(rows.dtype, torch.float32))
         scale = (largest / LARGEST).to(dtype)
         steps = rows / scale.float().clamp(min=_TINY)[..., None]  # a row of zeros has the scale 0
         return steps.round_().clamp_(-LARGEST, LARGEST).char(), scale

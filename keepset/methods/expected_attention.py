@@ -92,10 +92,12 @@ class ExpectedAttention(Method):
         attention = attention.nan_to_num(nan=0.0).mean(-1)
         if not self.value_norm:
             return attention
-        norms = observation.over_heads(
-            lambda heads: torch.linalg.vector_norm(observation.values_of(heads), dim=-1, dtype=torch.float32)
-        )
-        return (attention + self.epsilon) * norms
+
+        def norm(heads: slice) -> Tensor:
+            values = observation.values_of(heads)
+            return torch.linalg.vector_norm(values, dim=-1, dtype=torch.promote_types(values.dtype, torch.float32))
+
+        return (attention + self.epsilon) * observation.over_heads(norm)
 
     def _measured(self, observation: Observation) -> QueryDistribution:
         measured, lengths = ModelStatistics(self.stats).repeat_per_request(observation), observation.lengths

@@ -71,15 +71,21 @@ class EmptiedBlockCounts(KVConnectorWorkerMetadata):
     """A message to the scheduler: how many leading blocks a request's layers no longer use.
 
     All processes that have layers of a group report an event in the same step.
+
+    Attributes:
+        blocks: the numbers of blocks.
+        weights: if the scheduler has asked, by the number of its question and by process: a digest of weights that were
+            changed since they were loaded; "" for others.
     """
 
     blocks: dict[RequestKey, int] = field(default_factory=dict)
+    weights: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> EmptiedBlockCounts:
         assert isinstance(other, EmptiedBlockCounts)
         mine, others = self.blocks, other.blocks
         both = {key: min(mine[key], others[key]) for key in mine.keys() & others.keys()}
-        return EmptiedBlockCounts(mine | others | both)
+        return EmptiedBlockCounts(mine | others | both, self.weights | other.weights)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from keepset.errors import KeepsetError
 from keepset.paged.contexts import ContextPlacement
 from keepset.recipe import Recipe
 from keepset.vllm import stats
-from keepset.vllm.connector import BlockCountConnector, StepMessage
+from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage
 from keepset.vllm.context_transfer import ContextLoader, ContextSaver, LoadJob, SaveJob, at_rest
 from keepset.vllm.contexts import ContextLibrary, OwnedContexts, SavedContext, check_save, queries_before
 from keepset.vllm.engine_context import active
@@ -41,10 +41,16 @@ _PLACEMENTS = 1024
 
 @dataclass
 class ContextLoads(StepMessage):
-    """A message to the workers that also names contexts to load and to save."""
+    """A message to the workers that also names contexts to load and to save.
+
+    Attributes:
+        jobs, saves: the contexts.
+        question: the number of the scheduler's question whether weights were changed; None if it knows.
+    """
 
     jobs: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    question: int | None = None
 
 
 class _Asked(NamedTuple):
@@ -71,13 +77,18 @@ class ContextConnector(BlockCountConnector):
         self._saves: dict[str, tuple[OwnedContexts, Path]] = {}
         self._to_save: list[SaveJob] = []
         self._library = ContextLibrary(folder, vllm_config)
+        self._question, self._answered = 0, True
+        self._under_way: set[str] = set()  # when the connector was reset
+        self._to_find: dict[str, str] = {}
         if self._limit is not None and role == KVConnectorRole.SCHEDULER:
             OwnedContexts.clear_unfinished(folder)
 
     # --- in processes that compute
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._cache = next(iter(kv_caches.values()))
+        self._cache, context = next(iter(kv_caches.values())), active()
+        assert context is not None and context.weights is not None
+        context.weights.begin()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
@@ -101,7 +112,42 @@ class ContextConnector(BlockCountConnector):
         results.finished_sending |= self._saver.finish()
         return results
 
+    def build_connector_worker_meta(self) -> EmptiedBlockCounts | None:
+        """Return what the scheduler must know after a step: emptied blocks, and whether weights were changed."""
+        report, metadata, context = super().build_connector_worker_meta(), self._connector_metadata, active()
+        if isinstance(metadata, ContextLoads) and metadata.question is not None:
+            assert context is not None and context.weights is not None
+            report = report or EmptiedBlockCounts()
+            process = metadata.question, self._vllm_config.parallel_config.rank
+            report.weights[process] = context.weights.change()
+        return report
+
     # --- in the process that schedules
+
+    def reset_cache(self) -> bool:
+        """Forget placements and what was read of files, and ask the workers whether weights were changed.
+
+        Until they have answered, requests that may begin with a context wait, and nothing is saved.
+        """
+        self._placements.clear()
+        self._library.forget(self._library.changed)
+        self._question, self._answered, self._under_way = self._question + 1, False, set(self._known)
+        return True
+
+    def _answer(self, changed: str) -> None:
+        """Take in whether weights were changed: contexts that were built before are then served no more."""
+        self._answered = True
+        if changed == self._library.changed:
+            return
+        self._library.forget(changed)
+        for name in self._under_way:
+            self._saves.pop(name, None)  # entries of both
+        for name, asked in self._asked.items():
+            known, sentence = self._known[name], self._library.objection(asked.context.name, asked.context.contents)
+            if sentence and not known.denied:
+                logger.error("Request %s: %s", name, sentence)
+                stats.refused(known.ticket, sentence)
+                known.denied, known.request.skip_reading_prefix_cache = True, False
 
     def _grant(self, request: Request, options: RequestOptions) -> None:
         if options.save is not None:
@@ -117,6 +163,9 @@ class ContextConnector(BlockCountConnector):
     def _find(self, request: Request, owner: str) -> None:
         """Make a request begin with the context that its prompt begins with, if there is one."""
         if not request.prompt_token_ids or _objection(request):
+            return
+        if not self._answered:
+            self._to_find[request.request_id] = owner
             return
         context = self._library.beginning(request.prompt_token_ids, owner)
         try:
@@ -177,8 +226,18 @@ class ContextConnector(BlockCountConnector):
         return ContextPlacement.of(context.counts, context.tokens, block_size, ranks, shared)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        asked = self._asked.get(request.request_id)
-        if asked is None or self._known[request.request_id].denied:
+        name = request.request_id
+        if not self._answered and (name in self._to_find or (name in self._asked and not self._known[name].denied)):
+            return None, False
+        if name in self._to_find:
+            try:
+                self._find(request, self._to_find.pop(name))
+            except Exception:  # as for a new request
+                logger.exception("Request %s begins with no context.", name)
+            if name in self._asked:  # in the next step vLLM looks for its pages
+                return None, False
+        asked = self._asked.get(name)
+        if asked is None or self._known[name].denied:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         # While one request loads the context, others wait for its pages.
         missing = asked.placement.shared and num_computed_tokens < asked.placement.own * self._manager.block_size
@@ -203,11 +262,16 @@ class ContextConnector(BlockCountConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ContextLoads:
         expected = super().build_connector_meta(scheduler_output)
         loads = ContextLoads(**vars(expected), jobs=self._to_load, saves=self._to_save)
+        loads.question = None if self._answered else self._question
         self._to_load, self._to_save = [], []
         return loads
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        weights = report.weights if isinstance(report, EmptiedBlockCounts) else {}
+        if changes := [weights[process] for process in sorted(weights) if process[0] == self._question]:
+            self._answer(" ".join(changes).strip())
         finished = connector_output.finished_recving or set()
         self._loading = {digest: name for digest, name in self._loading.items() if name not in finished}
 
@@ -221,6 +285,7 @@ class ContextConnector(BlockCountConnector):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         saves = self._save(request)
+        self._to_find.pop(request.request_id, None)
         asked, known = self._asked.pop(request.request_id, None), self._known.get(request.request_id)
         if asked and known and request.status == RequestStatus.FINISHED_ERROR and not known.denied:
             stats.refused(known.ticket, f"Context {asked.context.name!r} cannot be loaded: build it again.")
@@ -236,7 +301,7 @@ class ContextConnector(BlockCountConnector):
         if name not in self._saves:
             return False
         ended = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        if not ended or not 0 < length <= request.num_tokens or self._known[name].denied:
+        if not ended or not self._answered or not 0 < length <= request.num_tokens or self._known[name].denied:
             del self._saves[name]
             return False
         asked, own = self._asked.get(name), self._known[name].recipe

@@ -21,7 +21,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.contexts import file as context_files
-from keepset.contexts.fingerprint import difference, make, stored_weights, text_digest, token_bytes
+from keepset.contexts.fingerprint import CHANGED, difference, make, stored_weights, text_digest, token_bytes
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.recording import RecordedFeatures
@@ -237,15 +237,25 @@ class ContextLibrary:
     Args:
         folder: the folder of the files.
         config: vLLM's configuration.
+
+    Attributes:
+        changed: a digest of the model's weights if they were changed since they were loaded; else "".
     """
 
     def __init__(self, folder: Path, config: VllmConfig) -> None:
-        self.folder = folder
+        self.folder, self.changed = folder, ""
         self._model = config.model_config
         self._recipe = recipe_of(config) if is_compressed(config) else None
         self._known: dict[Path, tuple[tuple[int, ...], SavedContext | KeepsetError]] = {}
         self._whole: set[str] = set()
         self._listed: dict[Path, tuple[int, list[SavedContext], dict[str, str]]] = {}
+
+    def forget(self, changed: str) -> None:
+        """Look at all files of contexts again; `changed` is the attribute."""
+        self.changed = changed
+        self._known.clear()
+        self._whole.clear()
+        self._listed.clear()
 
     def named(self, name: str, owner: str) -> SavedContext:
         """Return the context of a name.
@@ -407,9 +417,14 @@ class ContextLibrary:
             raise known
         return known
 
-    @cached_property
+    @property
     def fingerprint(self) -> dict[str, str]:
         """The fingerprint of the model; without that of its weights if they are not in a folder."""
+        return {**self._loaded, **({CHANGED: self.changed} if self.changed else {})}
+
+    @cached_property
+    def _loaded(self) -> dict[str, str]:
+        """The fingerprint of the model as it was loaded."""
         model, dtype = self._model, cast(torch.dtype, self._model.dtype)
         weights = stored_weights(Path(model.model), model.hf_text_config, dtype) if Path(model.model).is_dir() else None
         if weights is None:
@@ -417,7 +432,26 @@ class ContextLibrary:
                 "The weights of %s are not stored as files: contexts are not checked against them.", model.model
             )
         known = {} if weights is None else {"weights": weights}
-        return {**make(model.architecture, model.hf_text_config, dtype), **known}
+        quantization = getattr(model.hf_config, "quantization_config", None)
+        if quantization is None and model.quantization is not None:  # by vLLM, when it loads them
+            quantization = {"quant_method": model.quantization}
+        return {**make(model.architecture, model.hf_text_config, dtype, quantization), **known}
+
+    def objection(self, name: str, contents: context_files.Contents) -> str:
+        """Return why a context is not of the model as it is now; "" if it is.
+
+        Args:
+            name: the name of the context.
+            contents: its file's header.
+        """
+        differs = difference(contents.fingerprint, self.fingerprint)
+        if differs and self.changed:
+            return (
+                f"Context {name!r} is not of this server's weights, which were changed in place: save it again by a "
+                "request, or restart the server with contexts of the new weights."
+            )
+        here = f"--dtype {self.fingerprint['precision']}"
+        return differs and f"Context {name!r} is of another model, whose {differs}: build it with this one, and {here}."
 
     def _goes_on(self, contents: context_files.Contents) -> bool:
         """Return whether requests can compress a context further: the next event reads only data that is to come."""
@@ -433,11 +467,8 @@ class ContextLibrary:
     def _opened(self, name: str, path: Path, nbytes: int, owner: str) -> SavedContext:
         contents, longest = context_files.contents(path), self._model.max_model_len
         own, layers = Recipe.parse(contents.header.recipe).method, self._model.hf_text_config.num_hidden_layers
-        if differs := difference(contents.fingerprint, self.fingerprint):
-            here = f"--dtype {self.fingerprint['precision']}"
-            raise KeepsetError(
-                f"Context {name!r} is of another model, whose {differs}: build it with this one, and {here}."
-            )
+        if objection := self.objection(name, contents):
+            raise KeepsetError(objection)
         reasons = {
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,

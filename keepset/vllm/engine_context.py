@@ -39,6 +39,7 @@ from keepset.vllm.compat import (
     layer_specs,
 )
 from keepset.vllm.formats import ROW_SCALES, check_rows
+from keepset.vllm.model_weights import ModelWeights
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, is_compressed, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec, QueryBuffers, Shape, reserve
@@ -86,6 +87,7 @@ class EngineContext:
         emptied_blocks: blocks that events have emptied, for the connector to fetch.
         events: the planner of all groups' steps, which also executes their events.
         groups: the groups of layers that share block tables, by the name of each group's first layer.
+        weights: the model's weights, if contexts are served.
         block_size: tokens per block of the compressed layers, once vLLM has asked for their kinds of cache.
 
     Raises:
@@ -110,6 +112,7 @@ class EngineContext:
         self._watch = (
             watch_projections(self.projections, needs.hidden_states) if needs.unrotated or needs.hidden_states else None
         )
+        self.weights = None if contexts_of(config) is None else ModelWeights()
         self._buffers: QueryBuffers | None = None
         self._reserve: Tensor | None = None
         self.block_size, self._specs_made = 0, 0

@@ -260,7 +260,7 @@ def test_one_hot_values_give_the_projections_rows(architecture: str) -> None:
     assert len(found) == config.num_hidden_layers // (2 if architecture == "lfm2" else 1)
     for module, projection in found:
         size = getattr(module, "head_dim", None) or config.hidden_size // heads
-        weights = output_projection(module, heads, size)
+        weights = output_projection(module, heads, torch.zeros(1, 1, 1, size))
         assert weights.untyped_storage().data_ptr() == projection.weight.untyped_storage().data_ptr()
         assert not weights.requires_grad
         with torch.no_grad():
@@ -272,12 +272,14 @@ def test_a_module_without_one_is_refused() -> None:
     module = nn.Module()
     module.o_proj = nn.Linear(8, 8)
     for heads, size in ((4, 2), (2, 4)):
-        assert output_projection(module, heads, size).shape == (heads, size, 8)
+        assert output_projection(module, heads, torch.zeros(1, 1, 1, size)).shape == (heads, size, 8)
     with pytest.raises(keepset.KeepsetError, match="could not find the output projection of Module"):
-        output_projection(module, 4, 3)
+        output_projection(module, 4, torch.zeros(1, 1, 1, 3))
     module.o_proj.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(keepset.KeepsetError, match="unquantized"):
-        output_projection(module, 4, 2)
+    with pytest.raises(
+        keepset.KeepsetError, match="could not find the output projection of Module, which must be linear"
+    ):
+        output_projection(module, 4, torch.zeros(1, 1, 1, 2))
 
 
 @pytest.mark.parametrize("text", ["criticalkv(snapkv(window=4), keep=12)", "criticalkv(knorm, keep=12, every=5)"])

@@ -63,6 +63,7 @@ class Scenario:
         graphs: whether decoding is captured and replayed, see `tests.vllm.graphs`; the same for all scenarios of a job.
         triton: whether keepset's kernels are those in Triton, in its interpreter.
         files: steps, before which a file is put at a place; None for the file deletes what is there.
+        resets: steps before which prefixes and the connector are reset, each with a factor for weights.
         read_at_once: whether a step waits for the contexts that it starts to read, so that steps are always the same.
     """
 
@@ -78,6 +79,7 @@ class Scenario:
     graphs: bool = False
     triton: bool = False
     files: Sequence[tuple[int, Path | None, Path]] = ()
+    resets: Sequence[tuple[int, float]] = ()
     read_at_once: bool = False
 
     def as_json(self) -> dict[str, Any]:

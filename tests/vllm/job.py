@@ -203,6 +203,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         engine.abort_request([str(index) for index, one in enumerate(requests) if one["abort"] == step])
         if step in scenario["preempt"]:
             assert watch is not None and watch.scheduler.reset_prefix_cache(reset_running_requests=True)
+        reset(core, [factor for when, factor in scenario["resets"] if when == step])
         for output in step_of(engine, core is not None):
             outputs[number(output.request_id)] = output
         step += 1
@@ -236,6 +237,15 @@ def warm_up(worker: Any) -> None:
     runner = worker.model_runner
     runner._dummy_run(runner.max_num_tokens)
     run_mixed_prefill_decode_warmup(runner, worker.execute_model, worker.sample_tokens, runner.max_num_tokens)
+
+
+@torch.no_grad()
+def reset(core: Any, factors: list[float]) -> None:
+    """Multiply the weights of the norms before attention, in place, and reset what was cached with them."""
+    for factor in factors:
+        for layer in core.model_executor.driver_worker.worker.model_runner.model.model.layers:
+            layer.input_layernorm.weight.mul_(factor)
+        assert core.scheduler.reset_prefix_cache(reset_connector=True)
 
 
 def loads_of(contexts: dict[str, dict[str, int]]) -> dict[str, int]:

@@ -5,6 +5,7 @@ Some are compressed further, each in pages of its own, and some contexts are sav
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -385,3 +386,43 @@ def test_two_engines_answer_as_one(tiny: Path, tmp_path: Path) -> None:
             columns = [tensors.get_tensor(name).nbytes for name in tensors.keys() if ".columns." in name]  # noqa: SIM118
         assert sum(columns) == kept * (2 * TINY.head_dim + 1) * 4
         assert file.stat().st_size - sum(columns) < 4096
+
+
+SAME, CHANGED = 40, 120
+"""Steps before which the connector is reset: with weights as they were, and after they were changed in place."""
+
+
+@pytest.mark.full
+def test_a_reset_forgets_contexts_of_weights_that_were_changed(
+    tiny: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """A reset looks again: contexts are served as before, or only those that were saved after weights were changed."""
+    write(tmp_path, tiny_model, "shared", "pool(snapkv(window=8), keep=0.3)", len(TEXT), TEXT)
+    prompt, more, recipe = IDS[:150], question(2, 9), "snapkv(window=8, keep=40)"
+
+    def asks(step: int, chat: str) -> list[Ask]:
+        return [
+            ask("shared", 0, 20, 8, add=step),
+            Ask(TEXT + question(1, 20), 8, add=step),
+            Ask(prompt, 1, add=step, extra={"keepset": {"save": chat}}),
+        ]
+
+    late = [ask("shared", 0, 20, 8, add=CHANGED), *asks(CHANGED + 1, "after")]
+    named = [
+        Ask(prompt + more, 8, add=CHANGED + 60, extra={"keepset": {"context": chat}}) for chat in ("first", "after")
+    ]
+    requests = [*asks(0, "first"), *asks(SAME + 1, "again"), *late, *named]
+    scenario = serving(tiny, tmp_path, requests, recipe, 10**7, resets=[(SAME, 1.0), (CHANGED, 1.5)])
+    engine = result(answers_of({"reset": scenario}), "reset")
+    assert engine.cached[:5] == [200, 200, 0, 200, 200] and engine.loads["shared"] == 2  # once more after a reset
+    assert engine.tokens[3:5] == engine.tokens[:2]
+    # Those that name a context of the old weights; the last has one of the new.
+    assert [index for index, reason in enumerate(engine.reasons) if reason == "error"] == [6, 7, 10]
+    assert engine.cached[8:] == [0, 0, 0, len(prompt)]
+    changed = copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        for layer in changed.model.layers:
+            layer.input_layernorm.weight.mul_(1.5)
+    cache, text = keepset.Cache(changed, recipe), torch.tensor([TEXT + question(1, 20)])
+    answer = changed.generate(text, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert engine.tokens[8] == answer[0, text.shape[1] :].tolist()
