@@ -336,7 +336,7 @@ class KeepSet:
 
 def _share(part: Mask, whole: Mask) -> Float[Tensor, "batch kv_heads"]:
     """Return the size of a mask's part as a share of the mask; 1 where the mask is empty."""
-    return part.sum(-1) / whole.sum(-1).clamp(min=1) + (whole.sum(-1) == 0).float()
+    return part.sum(-1).float() / whole.sum(-1).clamp(min=1) + (whole.sum(-1) == 0).float()
 
 
 def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:

@@ -331,7 +331,7 @@ class ImageHooks(ModelHooks):
         if self._ids is None or self._ids.shape != positions.shape:
             return None
         ids = self._ids.to(positions.device)
-        images = torch.isin(ids, torch.tensor(self._tokens, device=ids.device))
+        images = torch.isin(ids, torch.tensor(self._tokens, dtype=torch.long, device=ids.device))
         images = images if real is None else images & real
         return tuple(runs(row[own].tolist()) for row, own in zip(positions, images, strict=True))
 

@@ -65,7 +65,7 @@ class RotaryLayout:
         A number may be 0 in every query, as a norm's scale of 0 makes it. Its partner tells how both rotate.
         """
         bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
-        none, one = torch.zeros(len(bits), size), torch.ones(1, size)
+        none, one = torch.zeros(len(bits), size, dtype=torch.float32), torch.ones(1, size, dtype=torch.float32)
         cos = torch.cat([one, 0 * one, 0 * one, bits, none])
         queries = probe(cos, torch.cat([0 * one, 0 * one, one, none, bits])).float()
         plain, turned = (queries[:, :, at].abs().flatten(0, 1).T for at in (0, 2))
@@ -124,7 +124,7 @@ def _partners(
             partners[number], partners[nearest] = nearest, number
             distance[:, [number, nearest]] = torch.inf
             distance[[number, nearest]] = torch.inf
-    return torch.tensor(partners, device=plain.device)
+    return torch.tensor(partners, dtype=torch.long, device=plain.device)
 
 
 @dataclass
@@ -303,7 +303,7 @@ class LayerInput(QuerySource):
     def _samples(self, count: int) -> HiddenStates:
         """Return random hidden states of one token each."""
         draw = torch.Generator().manual_seed(0)
-        return torch.randn(count, 1, self.hidden.shape[-1], generator=draw).to(self.hidden)
+        return torch.randn(count, 1, self.hidden.shape[-1], generator=draw, dtype=torch.float32).to(self.hidden)
 
     def _scale(self, positions: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n"] | None:
         """Return the factor of queries at these positions; None where the module has no such factor."""
