@@ -28,7 +28,7 @@ from keepset.core.traits import FULL_BYTES
 from keepset.defaults import ANSWERED_AT_ONCE, default_recipe
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.attention import AttentionInput
+from keepset.hf.attention import AttentionInput, without_autocast
 from keepset.hf.hooks import require_image_tokens
 from keepset.hf.layer import LayerState
 from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
@@ -162,7 +162,8 @@ class Cache(ObservedCache):
             cache.set_position_offsets(None if prompt._rope is None else prompt._rope.deltas)
             for layer in cache.managed_layers.values():
                 layer.logical = cache.progress.logical
-            cache._choose(list(observations))
+            with without_autocast(prompt.progress.lengths.device):
+                cache._choose(list(observations))
         return cache
 
     def __repr__(self) -> str:

@@ -135,7 +135,17 @@ class AttentionHooks(ModelHooks):
                     f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
                     "at future queries do not support this model."
                 )
-        return LayerInput(seen, rotary, new.query, new.positions, new.valid, new.position_ids, new.rows, new.absorb)
+        return LayerInput(
+            seen,
+            rotary,
+            new.query,
+            new.positions,
+            new.valid,
+            new.position_ids,
+            new.rows,
+            autocast=new.autocast,
+            absorb=new.absorb,
+        )
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         for module in model.modules():
