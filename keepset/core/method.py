@@ -109,7 +109,7 @@ class Method(ABC):
 
         Returns:
             A number for every entry, of any floating-point type. The numbers of holes do not count. NaN is worse than
-            every number.
+            every number; a cache that meets it says so once.
         """
 
     def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:

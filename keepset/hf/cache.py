@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import QuantizedEntries
-from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.core.keep_set import KeepSet, LayerKeepSet, LazyHostInts
 from keepset.core.method import forecast_quotas
 from keepset.core.observation import Observation
+from keepset.core.select import nan_scores_noticed
 from keepset.core.traits import FULL_BYTES
 from keepset.defaults import ANSWERED_AT_ONCE, default_recipe
 from keepset.errors import KeepsetError
@@ -366,9 +367,11 @@ class Cache(ObservedCache):
             stores = [self.managed_layers[each.layer].store_type for each in members]
             sizes = zip(stores, members, strict=True)
             budget = self._budget([store.entry_sizes(each.head_dim, each.value_dim) for store, each in sizes])
-            keep_set = method.select_all(group, budget)
+            with nan_scores_noticed() as found:
+                keep_set = method.select_all(group, budget)
+            event.with_nan += [LazyHostInts(flag.int()) for flag in found]
             if method.traits.across_layers:
-                keep_set.count()
+                keep_set.count(event.with_nan)
             if self._stacks_layers:
                 keep_set = unstacked(keep_set, group)
             for observation in members:
@@ -386,7 +389,12 @@ class Cache(ObservedCache):
         if len(event.kept) < len(self.managed_layers):
             return
         del self._unfinished[length]
-        keep_set = KeepSet(event.kept).count()
+        # Counts from the data were read one by one. On a GPU the host would wait once more.
+        known = method.traits.counts_from_data and is_async_device(event.kept[0].counts.device)
+        with_nan = [] if known and not method.traits.across_layers else event.with_nan
+        keep_set = KeepSet(event.kept).count(with_nan)
+        if any(sum(flag.host_values) for flag in with_nan):
+            _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
         for layer in self.managed_layers.values():
             layer.append_after_event()
         if self.events and not self.history:
@@ -404,6 +412,14 @@ class _UnfinishedEvent:
     entries: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    with_nan: list[LazyHostInts] = field(default_factory=list)
+    """Whether scores of layers were NaN."""
+
+
+_NAN_SCORES = (
+    "{recipe} gives some entries scores of NaN, so nothing says which of them to keep: its formula fails on these "
+    "numbers, or the model predicts NaN; try another recipe, or the model in float32 or bfloat16."
+)
 
 
 @functools.cache
