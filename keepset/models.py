@@ -68,7 +68,7 @@ def options_of(device: str | None, dtype: str | None) -> dict[str, Any]:
         return {"device_map": "auto", "dtype": dtype or "auto"}
     try:
         wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=wanted)
+        torch.empty(0, dtype=torch.float32, device=wanted)
     except (RuntimeError, AssertionError) as error:
         gpus = torch.cuda.device_count()
         there = f"{gpus} GPU{'s' * (gpus > 1)} (cuda:0{f' to cuda:{gpus - 1}' * (gpus > 1)})" if gpus else "no GPU"

@@ -151,7 +151,10 @@ class QueryRing:
         triangle = head_dim * (head_dim + 1) // 2
         parts = {"count": (1, 1), "mean": (query_heads, head_dim), "scatter": (query_heads, triangle)}
         self._moments = {
-            feature: {name: torch.zeros(layers, slots, *part, device=device) for name, part in parts.items()}
+            feature: {
+                name: torch.zeros(layers, slots, *part, dtype=torch.float32, device=device)
+                for name, part in parts.items()
+            }
             for feature in recording.moments
         }
         self._held: dict[tuple[int, int], Tensor] = {}

@@ -175,3 +175,51 @@ def shaped_types(path: Path) -> list[ast.Subscript]:
 def has_a_text(written: ast.expr) -> bool:
     shape = written.elts[-1] if isinstance(written, ast.Tuple) and len(written.elts) == 2 else None
     return isinstance(shape, ast.JoinedStr) or (isinstance(shape, ast.Constant) and isinstance(shape.value, str))
+
+
+FACTORIES = {
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "scalar_tensor",
+    "eye",
+    "empty_strided",
+}
+FACTORIES |= {"rand", "randn", "normal", "linspace", "logspace", "hann_window", "hamming_window"}
+"""Functions of torch whose result may be of the default type; those that need no look at their arguments."""
+
+
+def test_tensors_say_their_types() -> None:
+    """Or `torch.set_default_dtype` would change what a method chooses."""
+    untyped, typed = [], 0
+    for path in (ROOT / "keepset").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and makes_a_tensor(node):
+                says = any(keyword.arg in ("dtype", "out") for keyword in node.keywords)
+                untyped += [] if says else [f"{path}:{node.lineno}, {ast.unparse(node)}"]
+                typed += says
+    assert untyped == [] and typed > 100
+
+
+CALLS = {"torch.zeros(3)": True, "torch.arange(3 * n)": False, "torch.arange(n / 2)": True, "zeros(3)": False}
+CALLS |= {"torch.arange(0, 1.5)": True, "torch.zeros_like(x)": False, "torch.full((2,), x)": True}
+
+
+@pytest.mark.parametrize("code", CALLS)
+def test_which_calls_make_tensors_of_the_default_type(code: str) -> None:
+    (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    assert makes_a_tensor(call) is CALLS[code]
+
+
+def makes_a_tensor(call: ast.Call) -> bool:
+    """Whether torch may give what is made here its default type. `arange` does so for fractions alone."""
+    made = call.func
+    if not (isinstance(made, ast.Attribute) and isinstance(made.value, ast.Name) and made.value.id == "torch"):
+        return False
+    parts = [part for argument in call.args for part in ast.walk(argument)]
+    fractions = any(isinstance(part, ast.Div) or isinstance(getattr(part, "value", None), float) for part in parts)
+    return made.attr in FACTORIES or (made.attr == "arange" and fractions)

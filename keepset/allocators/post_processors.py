@@ -163,7 +163,9 @@ class Match(PostProcessor):
         kv_heads = observation.valid.shape[1]
         queries = observation.by_query_group(asked.queries).flatten(2, 3).flatten(0, 1)
         exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
-        bias = torch.zeros((), device=queries.device) if observation.bias is None else observation.bias
+        bias = observation.bias
+        if bias is None:
+            bias = torch.zeros((), dtype=torch.float32, device=queries.device)
         added = bias.to(queries.device).where(observation.valid, float("-inf"))
         parts = (part.flatten(0, 1) for part in (observation.keys, observation.values, added))
         return FitProblem(queries, exists, *parts)

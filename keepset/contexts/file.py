@@ -245,7 +245,7 @@ def save_entries(
         layers: all layers of the model, by index.
     """
     length = len(tokens)
-    tensors: dict[str, Tensor] = {name: torch.tensor([length]) for name in ("lengths", "prompts")}
+    tensors: dict[str, Tensor] = {name: torch.tensor([length], dtype=torch.long) for name in ("lengths", "prompts")}
     for index, columns in layers.items():
         tensors[f"{LAYER}{index}.counts"] = columns["counts"][None]
         tensors |= {f"{LAYER}{index}.columns.{name}": columns[name] for name in columns if name != "counts"}

@@ -133,7 +133,7 @@ def stores_other_weights(folder: Path, sampled: Mapping[str, Any]) -> bool:
 
 
 def _differ(sampled: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
-    pairs = [(torch.tensor(sampled[name]), _few(weight)) for name, weight in weights.items()]
+    pairs = [(torch.tensor(sampled[name], dtype=torch.float32), _few(weight)) for name, weight in weights.items()]
     alike = [x.shape == y.shape and torch.allclose(x, y, rtol=_PRECISION, atol=_TINY) for x, y in pairs]
     return not (alike and all(alike))
 

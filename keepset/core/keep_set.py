@@ -255,14 +255,17 @@ class KeepSet:
         """Return a mask over the positions from 0 on: true at every kept one, layers in the order of `layers`."""
         return torch.stack([kept.mask(length) for kept in self._layers.values()])
 
-    def count(self) -> KeepSet:
+    def count(self, beside: Sequence[LazyHostInts] = ()) -> KeepSet:
         """Return this set once the host knows how many entries each head keeps; wait at most once per device.
+
+        Args:
+            beside: more numbers that the host reads in the same wait.
 
         Raises:
             KeepsetError: if a method has kept more or fewer entries than its quotas say.
         """
         heads = [kept.heads for kept in self._layers.values()]
-        LazyHostInts.read(heads)
+        LazyHostInts.read([*heads, *beside])
         if any(counts.expected not in (None, sum(counts.host_values)) for counts in heads):
             raise KeepsetError(
                 "A method kept another number of entries than its quotas say: its traits must say that counts come "
@@ -336,7 +339,7 @@ class KeepSet:
 
 def _share(part: Mask, whole: Mask) -> Float[Tensor, "batch kv_heads"]:
     """Return the size of a mask's part as a share of the mask; 1 where the mask is empty."""
-    return part.sum(-1) / whole.sum(-1).clamp(min=1) + (whole.sum(-1) == 0).float()
+    return part.sum(-1).float() / whole.sum(-1).clamp(min=1) + (whole.sum(-1) == 0).float()
 
 
 def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:

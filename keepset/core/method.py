@@ -109,7 +109,7 @@ class Method(ABC):
 
         Returns:
             A number for every entry, of any floating-point type. The numbers of holes do not count. NaN is worse than
-            every number.
+            every number; a cache that meets it says so once.
         """
 
     def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
@@ -315,7 +315,7 @@ def forecast_quotas(
         Quotas `[len(layer_ids) * requests, kv_heads]` on the CPU, layer after layer.
     """
     repeats = len(layer_ids)
-    held = torch.tensor(entries).repeat(repeats, 1)
-    tokens, prompt_tokens = (torch.tensor(numbers).repeat(repeats) for numbers in (lengths, prompts))
+    held = torch.tensor(entries, dtype=torch.long).repeat(repeats, 1)
+    tokens, prompt_tokens = (torch.tensor(numbers, dtype=torch.long).repeat(repeats) for numbers in (lengths, prompts))
     sizes = Sizes(held, tokens, prompt_tokens, tuple(layer_ids), layers, features or {})
     return method.quotas(sizes, budget).minimum(held)

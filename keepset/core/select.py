@@ -23,11 +23,14 @@ RECENT_RANK = _LARGEST / 2
 """The score that `ranked_scores` gives the recent suffix: above every score, below the sinks."""
 LARGEST_SCORE = _LARGEST / 4
 """The largest score; larger ones of either sign are cut to it."""
+_NAN_RANK = -2 * LARGEST_SCORE
+"""What a score of NaN is replaced by: below every score, above holes."""
 NAN_MODEL = (
     "The model predicts NaN: its weights are damaged, or too large for their precision; load it anew, or in float32 or "
     "bfloat16."
 )
 _nan_refused: ContextVar[bool] = ContextVar("_nan_refused", default=False)
+_nan_noticed: ContextVar[list[Tensor] | None] = ContextVar("_nan_noticed", default=None)
 
 
 @contextmanager
@@ -43,9 +46,23 @@ def nan_scores_refused() -> Iterator[None]:
         _nan_refused.reset(before)
 
 
+@contextmanager
+def nan_scores_noticed() -> Iterator[list[Tensor]]:
+    """Collect for each layer that is ranked inside this context whether any of its scores is NaN.
+
+    These are tensors on the scores' devices, so the host waits for none of them before it reads one.
+    """
+    found: list[Tensor] = []
+    before = _nan_noticed.set(found)
+    try:
+        yield found
+    finally:
+        _nan_noticed.reset(before)
+
+
 def finite(scores: Scores) -> Scores:
     """Return scores in float32 that can be ordered: NaN is below all others, and too large ones are cut."""
-    return scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).nan_to_num_(-2 * LARGEST_SCORE)
+    return scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).nan_to_num_(_NAN_RANK)
 
 
 def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> Scores:
@@ -62,8 +79,24 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
         KeepsetError: if a score that is compared with others is NaN and that is refused (`nan_scores_refused`).
     """
     ranked = finite(scores)
-    recent, protected = budget.is_recent(observation), budget.is_protected(observation)
-    if _nan_refused.get() and bool((scores.isnan() & observation.valid & ~recent & ~protected).any()):
+    ranked.masked_fill_(budget.is_recent(observation), RECENT_RANK)
+    lengths = observation.lengths.clamp(min=1)[:, None, None]
+    rank = _LARGEST * (1 - observation.positions.float() / (4 * lengths.float()))
+    ranked = rank.where(budget.is_protected(observation), ranked).masked_fill_(~observation.valid, float("-inf"))
+    _look_for_nan(ranked, observation)
+    return ranked
+
+
+def _look_for_nan(ranked: Scores, observation: Observation) -> None:
+    """Refuse or notice scores of NaN among those that are compared with others, in a context that asks for it."""
+    noticed = _nan_noticed.get()
+    if not _nan_refused.get() and noticed is None:
+        return
+    found = (ranked == _NAN_RANK).any()
+    if not _nan_refused.get():
+        assert noticed is not None
+        noticed.append(found)
+    elif bool(found):
         if any(
             bool((rows.isnan().any(-1) & observation.valid).any()) for rows in (observation.keys, observation.values)
         ):
@@ -74,11 +107,6 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
             f"Scores of {named} are NaN, so nothing says what to keep: the method's formula "
             "fails on these numbers; try another recipe, or the model in float32 or bfloat16."
         )
-    ranked.masked_fill_(recent, RECENT_RANK)
-    lengths = observation.lengths.clamp(min=1)[:, None, None]
-    rank = _LARGEST * (1 - observation.positions.float() / (4 * lengths.float()))
-    ranked = rank.where(protected, ranked)
-    return ranked.masked_fill_(~observation.valid, float("-inf"))
 
 
 def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]) -> Bool[Tensor, "*rows entries"]:

@@ -100,11 +100,11 @@ class Tables:
 def neutral(layers: int, query_heads: int, threshold: float, budgets: Sequence[int] = (1,)) -> Tables:
     """Return tables that prefer no head and no text: all weights are 1, and there is one threshold."""
     return Tables(
-        weights=torch.ones(len(budgets), layers, query_heads),
-        gate=torch.full((len(budgets), layers, ENTROPY_BINS, PERPLEXITY_BINS), threshold),
-        entropy_edges=torch.arange(1.0, ENTROPY_BINS),
-        perplexity_edges=torch.arange(1.0, PERPLEXITY_BINS),
-        budgets=torch.tensor(budgets),
+        weights=torch.ones(len(budgets), layers, query_heads, dtype=torch.float32),
+        gate=torch.full((len(budgets), layers, ENTROPY_BINS, PERPLEXITY_BINS), threshold, dtype=torch.float32),
+        entropy_edges=torch.arange(1.0, ENTROPY_BINS, dtype=torch.float32),
+        perplexity_edges=torch.arange(1.0, PERPLEXITY_BINS, dtype=torch.float32),
+        budgets=torch.tensor(budgets, dtype=torch.long),
         counts=torch.zeros(ENTROPY_BINS, PERPLEXITY_BINS, dtype=torch.long),
     )
 

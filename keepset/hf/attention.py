@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Never, TypeVar, cast
@@ -28,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.autocast import KINDS, Autocast
 from keepset.hf.layer_input import LayerInput, QueryProbe, Rotation
 from keepset.kernels.dispatch import upload
 from keepset.kernels.softmax import Softmax, softmax_attention
@@ -107,6 +109,7 @@ class AttentionInput:
         module: the model's attention module.
         query, key, value: those of the tokens, after rotation.
         softmax: how the model makes attention of query-key products.
+        autocast: the mixed precision in which the model runs; None without.
         mask: the rule of the mask; None if the model makes none.
         position_ids: the model's own positions, if it passes them on.
         rows: the indices of these requests in the model's batch.
@@ -127,6 +130,7 @@ class AttentionInput:
     key: Float[Tensor, "batch kv_heads n head_dim"]
     value: Float[Tensor, "batch kv_heads n value_dim"]
     softmax: Softmax
+    autocast: Autocast | None
     mask: MaskRule | None = None
     position_ids: Tensor | None = None
     rows: slice = field(default_factory=partial(slice, None))
@@ -189,6 +193,10 @@ class AttentionInput:
         """Number of these tokens in each request, padding left out."""
         return [self.length] * len(self.key) if self.real is None else self.real.counts
 
+    def convert(self, dtype: torch.dtype) -> None:
+        """Convert queries, keys and values to the type of stored entries, which may come from another precision."""
+        self.query, self.key, self.value = (part.to(dtype) for part in (self.query, self.key, self.value))
+
     def row(self, index: int, batched: BatchedAttention) -> AttentionInput:
         """Return one request's part, before any cache has added to it.
 
@@ -205,7 +213,8 @@ class AttentionInput:
     def read_by(self, reader: AttentionInput) -> AttentionInput:
         """Return these tokens with the queries of another layer, which attends to the same entries."""
         some = copy.copy(self)
-        some.module, some.query, some.softmax, some.lse = reader.module, reader.query, reader.softmax, None
+        some.module, some.softmax, some.lse = reader.module, reader.softmax, None
+        some.query = reader.query.to(self.query.dtype)
         return some
 
     def tokens(self, part: slice) -> AttentionInput:
@@ -339,16 +348,14 @@ def keepset_attention(
     softmax = Softmax(
         query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     )
+    kind, autocast = query.device.type, None
+    if kind in KINDS and torch.is_autocast_enabled(kind):
+        autocast = Autocast(kind, torch.get_autocast_dtype(kind))
     if noted is None:
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
         if softmax.plain:
             return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-        if dropout:
-            raise UnsupportedModelError(
-                "keepset's attention has no dropout for a model with soft caps or sinks: call model.eval() first."
-            )
-        causal = mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
-        return softmax_attention(query, key, value, softmax, mask, causal)[0], None
+        return _attention_without_cache(module, query, key, value, mask, softmax, autocast, dropout), None
     attend, cached = noted
     # A mask's own rule says whether it is causal.
     if attention_mask is None and getattr(module, "is_causal", True) is False:
@@ -369,7 +376,41 @@ def keepset_attention(
             "output_attentions=True asks for weights that keepset's attention never holds: leave it out, or run the "
             "model without a keepset.Cache and with the attention implementation 'eager'."
         )
-    return attend(AttentionInput(module, query, key, value, softmax, attention_mask, kwargs.get("position_ids"))), None
+    new = AttentionInput(module, query, key, value, softmax, autocast, attention_mask, kwargs.get("position_ids"))
+    if autocast is None:
+        return attend(new).to(query.dtype), None
+    new.query, new.key, new.value = autocast.cast(query, key, value)
+    expected = new.query.dtype
+    with autocast.off():
+        return attend(new).to(expected), None
+
+
+def _attention_without_cache(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softmax: Softmax,
+    autocast: Autocast | None,
+    dropout: float,
+) -> Tensor:
+    if dropout:
+        raise UnsupportedModelError(
+            "keepset's attention has no dropout for a model with soft caps or sinks: call model.eval() first."
+        )
+    causal = mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
+    if autocast is None:
+        return softmax_attention(query, key, value, softmax, mask, causal)[0]
+    query, key, value = autocast.cast(query, key, value)
+    with autocast.off():
+        return softmax_attention(query, key, value, softmax, mask, causal)[0]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context for keepset's arithmetic outside of attention."""
+    enabled = device.type in KINDS and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
 class KeepsetLength(int):

@@ -122,19 +122,22 @@ def _attend_together(
 ) -> Float[Tensor, "rows n query_heads value_dim"]:
     """Store new tokens and attend from each row to its own store."""
     _, query_heads, n, _ = new.query.shape
-    by_kind: dict[torch.dtype, dict[int, EntryStore]] = defaultdict(dict)
+    by_kind: dict[tuple[torch.dtype, torch.dtype], dict[int, EntryStore]] = defaultdict(dict)
     for row, store in stores.items():
-        by_kind[store.heads.keys.dtype][row] = store
-    if len(by_kind) != 1:  # no row, or some are in other bits, which are attended to separately
+        by_kind[store.heads.keys.dtype, store.heads.dtype][row] = store
+    if len(by_kind) != 1:  # no row, or some are in other bits or another precision, which are attended to separately
         output = new.value.new_zeros(len(new.query), n, query_heads, new.value.shape[-1])
         return sum((_attend_together(rows, new, positions) for rows in by_kind.values()), output)
     some = None if len(stores) == len(new.query) else upload(list(stores), new.query.device)
     rows = slice(None) if some is None else some
-    query, key, value, at = (part[rows] for part in (new.query, new.key, new.value, positions))
+    ((_, dtype),) = by_kind
+    query, key, value = (part[rows].to(dtype) for part in (new.query, new.key, new.value))
+    at = positions[rows]
     append_entries([store.heads for store in stores.values()], key, value, at)
     for store in stores.values():
         store.count_appended(n)
     attended = ragged_attention(query, [s.heads for s in stores.values()], new.softmax, at if n > 1 else None)
+    attended = attended.to(new.value.dtype)
     if some is None:
         return attended
     return attended.new_zeros(len(new.query), *attended.shape[1:]).index_copy(0, some, attended)

@@ -20,14 +20,15 @@ from transformers import PreTrainedModel
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import QuantizedEntries
-from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.core.keep_set import KeepSet, LayerKeepSet, LazyHostInts
 from keepset.core.method import forecast_quotas
 from keepset.core.observation import Observation
+from keepset.core.select import nan_scores_noticed
 from keepset.core.traits import FULL_BYTES
 from keepset.defaults import ANSWERED_AT_ONCE, default_recipe
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.attention import AttentionInput
+from keepset.hf.attention import AttentionInput, without_autocast
 from keepset.hf.hooks import require_image_tokens
 from keepset.hf.layer import LayerState
 from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
@@ -160,7 +161,8 @@ class Cache(ObservedCache):
             cache.set_position_offsets(None if prompt._rope is None else prompt._rope.deltas)
             for layer in cache.managed_layers.values():
                 layer.logical = cache.progress.logical
-            cache._choose(list(observations))
+            with without_autocast(prompt.progress.lengths.device):
+                cache._choose(list(observations))
         return cache
 
     def __repr__(self) -> str:
@@ -376,9 +378,11 @@ class Cache(ObservedCache):
             members = [each for stack in group for each in layers_of(stack)] if self._stacks_layers else group
             start = time.perf_counter()
             budget = self._budget([each.entry_sizes for each in members])
-            keep_set = method.select_all(group, budget)
+            with nan_scores_noticed() as found:
+                keep_set = method.select_all(group, budget)
+            event.with_nan += [LazyHostInts(flag.int()) for flag in found]
             if method.traits.across_layers:
-                keep_set.count()
+                keep_set.count(event.with_nan)
             if self._stacks_layers:
                 keep_set = unstacked(keep_set, group)
             for observation in members:
@@ -396,7 +400,12 @@ class Cache(ObservedCache):
         if len(event.kept) < len(self.managed_layers):
             return
         del self._unfinished[length]
-        keep_set = KeepSet(event.kept).count()
+        # Counts from the data were read one by one. On a GPU the host would wait once more.
+        known = method.traits.counts_from_data and is_async_device(event.kept[0].counts.device)
+        with_nan = [] if known and not method.traits.across_layers else event.with_nan
+        keep_set = KeepSet(event.kept).count(with_nan)
+        if any(sum(flag.host_values) for flag in with_nan):
+            _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
         for layer in self.managed_layers.values():
             layer.append_after_event()
         if self.events and not self.history:
@@ -414,6 +423,14 @@ class _UnfinishedEvent:
     entries: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    with_nan: list[LazyHostInts] = field(default_factory=list)
+    """Whether scores of layers were NaN."""
+
+
+_NAN_SCORES = (
+    "{recipe} gives some entries scores of NaN, so nothing says which of them to keep: its formula fails on these "
+    "numbers, or the model predicts NaN; try another recipe, or the model in float32 or bfloat16."
+)
 
 
 @functools.cache

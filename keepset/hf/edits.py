@@ -49,7 +49,7 @@ class EditableCache(Forwards, TransformersCache):
             super().reorder_cache(beam_idx)
             return
         # On the host, where every layer needs them.
-        rows: Any = torch.tensor(self._requests(beam_idx))
+        rows: Any = torch.tensor(self._requests(beam_idx), dtype=torch.long)
         if self._looks_at_prompt:
             raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
         super().reorder_cache(rows)

@@ -135,7 +135,17 @@ class AttentionHooks(ModelHooks):
                     f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
                     "at future queries do not support this model."
                 )
-        return LayerInput(seen, rotary, new.query, new.positions, new.valid, new.position_ids, new.rows, new.absorb)
+        return LayerInput(
+            seen,
+            rotary,
+            new.query,
+            new.positions,
+            new.valid,
+            new.position_ids,
+            new.rows,
+            autocast=new.autocast,
+            absorb=new.absorb,
+        )
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         for module in model.modules():
@@ -331,7 +341,7 @@ class ImageHooks(ModelHooks):
         if self._ids is None or self._ids.shape != positions.shape:
             return None
         ids = self._ids.to(positions.device)
-        images = torch.isin(ids, torch.tensor(self._tokens, device=ids.device))
+        images = torch.isin(ids, torch.tensor(self._tokens, dtype=torch.long, device=ids.device))
         images = images if real is None else images & real
         return tuple(runs(row[own].tolist()) for row, own in zip(positions, images, strict=True))
 

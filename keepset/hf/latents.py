@@ -92,6 +92,7 @@ class LatentInput(AttentionInput):
         """Return the tokens of a call of the attention function."""
         some = cls.__new__(cls)
         vars(some).update(vars(new))
+        latent, rotated = (part.to(new.key.dtype) for part in (latent, rotated))
         some.latents, some.own = Latents.of(new, latent, rotated), (new.query, new.key, new.value)
         some.key, some.value = torch.cat([latent, rotated], -1), latent
         del vars(some)["query"]
@@ -116,6 +117,11 @@ class LatentInput(AttentionInput):
 
     def projected(self, weight: Tensor) -> Tensor:
         return self.latents.to_values.mT.to(weight.dtype) @ weight
+
+    def convert(self, dtype: torch.dtype) -> None:
+        query, key, value = (part.to(dtype) for part in self.own)
+        self.own, self.key, self.value = (query, key, value), self.key.to(dtype), self.value.to(dtype)
+        vars(self).pop("query", None)
 
     def _cut(self, part: slice) -> None:
         query, key, value = (each[:, :, part] for each in self.own)

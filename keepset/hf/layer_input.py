@@ -17,6 +17,7 @@ from keepset.core.feature import QuerySource, Turn
 from keepset.core.rope import inverse, matches_unrotated, mean_rotation, positions_ahead
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError
+from keepset.hf.autocast import Autocast, resumed
 
 _CACHES = ("past_key_values", "layer_past")
 """Names under which attention modules take a cache."""
@@ -65,7 +66,7 @@ class RotaryLayout:
         A number may be 0 in every query, as a norm's scale of 0 makes it. Its partner tells how both rotate.
         """
         bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
-        none, one = torch.zeros(len(bits), size), torch.ones(1, size)
+        none, one = torch.zeros(len(bits), size, dtype=torch.float32), torch.ones(1, size, dtype=torch.float32)
         cos = torch.cat([one, 0 * one, 0 * one, bits, none])
         queries = probe(cos, torch.cat([0 * one, 0 * one, one, none, bits])).float()
         plain, turned = (queries[:, :, at].abs().flatten(0, 1).T for at in (0, 2))
@@ -124,7 +125,7 @@ def _partners(
             partners[number], partners[nearest] = nearest, number
             distance[:, [number, nearest]] = torch.inf
             distance[[number, nearest]] = torch.inf
-    return torch.tensor(partners, device=plain.device)
+    return torch.tensor(partners, dtype=torch.long, device=plain.device)
 
 
 @dataclass
@@ -164,6 +165,7 @@ class LayerInput(QuerySource):
         valid: which tokens are not padding; None if all are real.
         position_ids: the model's own positions, as the attention function got them.
         rows: the indices of these requests in the model's batch.
+        autocast: the mixed precision in which the module was called; None without.
         absorb: the function that makes `query` from the module's queries; None if they are the same.
 
     Attributes:
@@ -183,9 +185,10 @@ class LayerInput(QuerySource):
         valid: Bool[Tensor, "batch n"] | None,
         position_ids: Tensor | None,
         rows: slice,
+        autocast: Autocast | None,
         absorb: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._absorb = absorb
+        self._absorb, self._autocast = absorb, autocast
         # Without the cache: its observations may hold this.
         kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
         self._call, self._rows, self._positions, self._valid = replace(call, kwargs=kwargs), rows, positions, valid
@@ -275,6 +278,7 @@ class LayerInput(QuerySource):
         batch, n, _ = hidden.shape
         at = torch.zeros(batch, n, dtype=torch.long, device=hidden.device) if positions is None else positions
         own, probe = hidden_states_of(self._call), QueryProbe()
+        hidden = hidden.to(own.dtype)
 
         def instead(name: str, value: Any) -> Any:
             if value is own:  # which some modules take several times
@@ -297,13 +301,14 @@ class LayerInput(QuerySource):
             }
         else:
             kwargs["attention_mask"] = probe
-        self._call.module.forward(*args, **kwargs)
+        with resumed(self._autocast):
+            self._call.module.forward(*args, **kwargs)
         return probe.queries if self._absorb is None else self._absorb(probe.queries)
 
     def _samples(self, count: int) -> HiddenStates:
         """Return random hidden states of one token each."""
         draw = torch.Generator().manual_seed(0)
-        return torch.randn(count, 1, self.hidden.shape[-1], generator=draw).to(self.hidden)
+        return torch.randn(count, 1, self.hidden.shape[-1], generator=draw, dtype=torch.float32).to(self.hidden)
 
     def _scale(self, positions: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n"] | None:
         """Return the factor of queries at these positions; None where the module has no such factor."""
@@ -313,6 +318,10 @@ class LayerInput(QuerySource):
         plain = self._replay(sample).float()
         scaled = self._replay(sample.expand(*positions.shape, -1), positions).float()
         return (scaled * plain).sum((1, 3)) / plain.square().sum((1, 3))
+
+    def _computed_in(self, made: Tensor) -> torch.dtype:
+        """Return the type of the products that made a tensor."""
+        return made.dtype if self._autocast is None else self._autocast.dtype
 
     def _found_layout(self) -> RotaryLayout:
         """Return how the module rotates queries, found by replaying it."""
@@ -324,7 +333,7 @@ class LayerInput(QuerySource):
 
         plain = self._replay(samples[:1]).float()
         at_far = self._replay(samples[:1].expand(-1, _FAR, -1), far[None])
-        scales = not matches_unrotated(at_far, plain.expand_as(at_far), samples.dtype)
+        scales = not matches_unrotated(at_far, plain.expand_as(at_far), self._computed_in(samples))
         return RotaryLayout.found(probe, 1 if embeddings is None else cos_and_sin(embeddings)[0].shape[-1], scales)
 
     def _check(self, queries: Queries) -> None:
@@ -332,11 +341,11 @@ class LayerInput(QuerySource):
         first = max(self._tokens - 4, 0)
         undone = self._unrotate(queries[:, :, first:], first)
         alone = self._replay(self.hidden[:, first : self._tokens]).float()
-        if matches_unrotated(undone, alone, queries.dtype):
+        if matches_unrotated(undone, alone, self._computed_in(queries)):
             return
         among = self._replay(self.hidden[:, : self._tokens])[:, :, first:].float()
         reason = "makes its queries in a way that keepset cannot undo"
-        if not matches_unrotated(among, alone, queries.dtype):  # as under dynamic quantization
+        if not matches_unrotated(among, alone, self._computed_in(queries)):  # as under dynamic quantization
             reason = "rounds a token's query by what else is in the call"
         raise UnsupportedModelError(
             f"{type(self._call.module).__name__} {reason}; methods that look at future queries do not support this "

@@ -85,7 +85,7 @@ class LayerStack(LazyObservation):
             keys, values = taken[0] if len(taken) == 1 else map(torch.cat, zip(*taken, strict=True))
             own = slice(first * rows, (first + at_once) * rows)
             made.append(entry_codes(keys, values, positions[own], are_new[own], networks.of_layers(group)))
-        codes = torch.zeros(new.shape) if known is None else known.clone()
+        codes = torch.zeros(new.shape, dtype=torch.float32) if known is None else known.clone()
         codes[some] = torch.cat(made).where(are_new, codes[some])
         return codes
 

@@ -33,6 +33,7 @@ from keepset.hf.attention import (
     check_width,
     set_pending_attention,
     uncompiled,
+    without_autocast,
 )
 from keepset.hf.edits import EditableCache
 from keepset.hf.forwards import DecoderCall, Forwards
@@ -204,10 +205,10 @@ class ObservedCache(EditableCache, KnowsText):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if kept.store is not None:
             held, new = kept.store.heads, (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
-            if (kept.store.kv_heads, *held.sizes) != new or (not held.format and held.keys.dtype != key_states.dtype):
+            if (kept.store.kv_heads, *held.sizes) != new:
                 raise KeepsetError(
                     f"What the cache holds of layer {layer_idx} does not fit the model: its heads are of another "
-                    "number, size or precision. Use the model that the cache was made with."
+                    "number or size. Use the model that the cache was made with."
                 )
         if self._attending:
             if self._config._attn_implementation == NAME:
@@ -304,6 +305,8 @@ class ObservedCache(EditableCache, KnowsText):
     def attend(self, layer: LayerState, new: AttentionInput) -> Tensor:
         """Return a kept layer's attention, after handling the event that it reaches."""
         self._attending = False
+        if layer.store is not None and layer.store.heads.keys.dtype != new.key.dtype:  # of another autocast, or in bits
+            new.convert(layer.store.heads.dtype)
         first = layer.index == self.compressed_layers[0]
         if first and new.mask is not None and self.progress is not None:
             new.mask.cached = CachedTokens(self.progress.valid)
@@ -442,7 +445,9 @@ class ObservedCache(EditableCache, KnowsText):
     def _choose_waiting(self) -> None:
         """Choose from the waiting observations, which are complete."""
         waiting, self._waiting = self._waiting, []
-        self._choose(waiting)
+        if waiting:
+            with without_autocast(waiting[0].valid.device):  # the caller's, once the model's call is over
+                self._choose(waiting)
 
     @abstractmethod
     def _choose(self, observations: list[Observation]) -> None:

@@ -149,7 +149,10 @@ class QueryRecorder:
     def tensors(self) -> dict[str, Tensor]:
         """Return all that is held beside the store, by name."""
         tensors = {f"recorded.{name}": column for name, column in self.window.columns.items()}
-        tensors |= {"holes": torch.tensor(self.window.holes), "added_up": torch.tensor(self.added_up_to)}
+        tensors |= {
+            "holes": torch.tensor(self.window.holes, dtype=torch.bool),
+            "added_up": torch.tensor(self.added_up_to, dtype=torch.long),
+        }
         for number, feature in enumerate(self._features.moments):
             if feature in self.moments:
                 parts = self.moments[feature].tensors

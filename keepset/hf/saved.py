@@ -120,7 +120,8 @@ def save(
         tensors["seen"] = progress.valid
     if progress.has_images:
         assert progress.images is not None
-        tensors["images"] = torch.tensor([[row, *each] for row, own in enumerate(progress.images) for each in own])
+        images = [[row, *each] for row, own in enumerate(progress.images) for each in own]
+        tensors["images"] = torch.tensor(images, dtype=torch.long)
     if isinstance(offsets := cache.position_offsets, Tensor) and bool(offsets.any()):
         tensors["offsets"] = offsets
     for index, layer in enumerate(cache.layers):
@@ -228,7 +229,8 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
         held |= {f"columns.{name}": column for name, column in layer.store.packed.items()}
         if layer.decoding is not None:
             held |= {f"passing.{name}": tensor for name, tensor in layer.decoding.recorder.tensors.items()}
-        return held | {"counts": torch.tensor(layer.store.counts).view(layer.store.batch, layer.store.kv_heads)}
+        counts = torch.tensor(layer.store.counts, dtype=torch.long)
+        return held | {"counts": counts.view(layer.store.batch, layer.store.kv_heads)}
     windows = DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
     if type(layer) in windows and layer.keys is not None and layer.values is not None:
         # Tokens before the window are held only while a draft may be taken back.

@@ -23,6 +23,7 @@ from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
 from keepset.hf.attention import AttentionInput, by_group, set_pending_attention
+from keepset.hf.autocast import Autocast, resumed
 from keepset.hf.hooks import ModelHooks, before_calls, is_rotary
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import LogicalLayer
@@ -54,6 +55,7 @@ class _Prompt:
     valid: Bool[Tensor, "batch tokens"] | None
     layers: Sequence[Any]
     first: Int[Tensor, " batch"]
+    autocast: Autocast | None
 
 
 class SecondPasses(ModelHooks):
@@ -94,7 +96,7 @@ class SecondPasses(ModelHooks):
         first = up_to_event.lengths + position_offset(self._newest.given, up_to_event.positions, up_to_event.valid)
         ids = self._tokens(up_to_event.end)
         axes = torch.cat(self._axes, 2)[:, :, : up_to_event.end] if self._axes else None
-        prompt = _Prompt(entries, ids, axes, valid, layers, first.to(ids.device))
+        prompt = _Prompt(entries, ids, axes, valid, layers, first.to(ids.device), up_to_event.autocast)
         for kind in dict.fromkeys(needed.cost for needed in self._needs):
             together = [needed for needed in self._needs if needed.cost == kind]
             names = set[ColumnStatistic]().union(*(needed.statistics for needed in together))
@@ -162,7 +164,8 @@ class SecondPasses(ModelHooks):
                     vars(each).update(states_of(layers[i], slice(request, request + 1)))
             copies = {i: one_request(layer, request, length, prompt.valid) for i, layer in rest.items()}
             of_layers = [(caches | copies)[i] for i in range(len(layers))]
-            self._call(together, length, prompt.first[request], of_layers)
+            with resumed(prompt.autocast):
+                self._call(together, length, prompt.first[request], of_layers)
         return {i: each.received for i, each in caches.items()}
 
     def _tokens(self, length: int) -> Shaped[Tensor, "batch tokens *hidden"]:
@@ -379,6 +382,7 @@ class _Entries(LogicalLayer):
         return key_states, value_states
 
     def _attend(self, new: AttentionInput) -> Tensor:
+        new.convert(self._entries[0].dtype)
         own = new.key[0], new.value[0]
         output, sums = second_pass_attention(new.query[0], self._entries, own, new.softmax, self._names, self.pieces)
         self._sums.append(sums)

@@ -146,7 +146,7 @@ class EntryStore:
         own = self._packed_again()._columns if self._free else self._columns
         if self.residual is None:
             return own
-        counts = torch.tensor(self.residual.counts).view(self.batch, self.kv_heads)
+        counts = torch.tensor(self.residual.counts, dtype=torch.long).view(self.batch, self.kv_heads)
         residual = {**self.residual.packed, "counts": counts}
         return own | {RESIDUAL + name: column for name, column in residual.items()}
 
@@ -280,7 +280,7 @@ class EntryStore:
         """Return a column to write to; if there is none, make one of zeros with this shape per entry."""
         if name not in self._columns:
             positions = self._columns["positions"]
-            self._columns[name] = torch.zeros(*positions.shape, *shape, device=positions.device)
+            self._columns[name] = torch.zeros(*positions.shape, *shape, dtype=torch.float32, device=positions.device)
         return self._columns[name]
 
     def forget(self, name: str) -> None:

@@ -73,7 +73,7 @@ def attention_columns(
     """
     kv_heads, entries, _ = keys.shape
     if not queries.shape[1]:  # only padding
-        return {name: torch.zeros(queries.shape[0], entries, device=keys.device) for name in names}
+        return {name: torch.zeros(queries.shape[0], entries, dtype=torch.float32, device=keys.device) for name in names}
     lse = log_sum_exp(queries, keys, softmax, causal) if lse is None else lse
     if uses_triton(keys.device):
         from keepset.kernels.triton import columns  # loads Triton
@@ -85,7 +85,7 @@ def attention_columns(
     members, on_cpu = grouped.shape[1], keys.device.type == "cpu"
     # On a CPU one KV head at a time, because more logits would not fit the core's cache.
     heads, rows = (1, min(max(PRODUCT_BLOCK // max(members * entries, 1), 1), _CHUNK)) if on_cpu else (kv_heads, _CHUNK)
-    total, square = (torch.zeros(kv_heads, members, entries, device=keys.device) for _ in range(2))
+    total, square = (torch.zeros(kv_heads, members, entries, dtype=torch.float32, device=keys.device) for _ in range(2))
     largest = torch.full_like(total, float("-inf"))
     for head in range(0, kv_heads, heads):
         block = slice(head, head + heads)
@@ -232,7 +232,7 @@ def mean_square_attention(
         keys: keys of all entries, after rotation.
     """
     if not keys.shape[1] or not queries.shape[1]:
-        return torch.zeros(len(queries), keys.shape[1], device=keys.device)
+        return torch.zeros(len(queries), keys.shape[1], dtype=torch.float32, device=keys.device)
     if uses_triton(keys.device):
         asking, square = queries.to(keys.dtype), ColumnStatistic.SQUARE
         columns = attention_columns(asking, keys, softmax=softmax, names=[square], causal=False)
@@ -241,7 +241,7 @@ def mean_square_attention(
     grouped = queries.unflatten(0, (kv_heads, -1))
     group, n = grouped.shape[1:3]
     rows = max(1, block_size(keys.device, CACHE_BLOCK) // (group * entries))
-    squares = torch.zeros(kv_heads, group, entries, device=keys.device)
+    squares = torch.zeros(kv_heads, group, entries, dtype=torch.float32, device=keys.device)
     sinks = softmax.by_query_group(1, kv_heads).sinks
     for head in range(kv_heads):
         transposed_keys = keys[head].float().T

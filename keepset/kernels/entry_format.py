@@ -240,7 +240,7 @@ class FourBits(EntryFormat):
 def levels_and_borders(device: torch.device) -> tuple[Float[Tensor, " 16"], Float[Tensor, " 15"]]:
     """Return all levels in rising order, and the borders between neighbours."""
     with torch.inference_mode(False):
-        levels = upload(torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS]), device)
+        levels = upload(torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS], dtype=torch.float32), device)
         return levels, (levels[1:] + levels[:-1]) / 2
 
 
@@ -273,7 +273,9 @@ def inputs_of(
     keys: Float[Tensor, "*entries head_dim"], values: Float[Tensor, "*entries value_dim"]
 ) -> Float[Tensor, "*entries inputs"]:
     """Return the networks' inputs: the key before rotation, the value, and the logarithms of their lengths."""
-    inputs = torch.empty(*keys.shape[:-1], keys.shape[-1] + values.shape[-1] + 2, device=keys.device)
+    inputs = torch.empty(
+        *keys.shape[:-1], keys.shape[-1] + values.shape[-1] + 2, dtype=torch.float32, device=keys.device
+    )
     key, value, lengths = inputs.split([keys.shape[-1], values.shape[-1], 2], -1)
     for part, given, length in zip((key, value), (keys, values), lengths.unbind(-1), strict=True):
         torch.linalg.vector_norm(part.copy_(given), dim=-1, out=length)

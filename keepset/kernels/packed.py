@@ -187,8 +187,10 @@ class PackedHeads:
     @cached_property
     def host_table(self) -> Int[Tensor, "7 heads"]:
         """The addresses of each head's first key, value, position, bias and two scales, and its count; on the host."""
-        starts = torch.tensor([run.start + i * run.capacity for run in self.runs for i in range(run.heads)])
-        counts = torch.tensor([run.count - self.grown for run in self.runs for _ in range(run.heads)])
+        starts = torch.tensor(
+            [run.start + i * run.capacity for run in self.runs for i in range(run.heads)], dtype=torch.long
+        )
+        counts = torch.tensor([run.count - self.grown for run in self.runs for _ in range(run.heads)], dtype=torch.long)
         columns = (self.keys, self.values, self.positions, self.bias, self.key_scale, self.value_scale)
         none = torch.zeros_like(starts)
         addresses = [none if c is None else c.data_ptr() + starts * (c[:1].numel() * c.itemsize) for c in columns]
@@ -232,5 +234,5 @@ class HeadTable:
             self.addresses, self.grown = stores[0]._device_table, stores[0].grown
             return
         joined = torch.cat([store.host_table for store in stores], 1)
-        joined[-1] += torch.tensor([store.grown for store in stores for _ in range(store.heads)])
+        joined[-1] += torch.tensor([store.grown for store in stores for _ in range(store.heads)], dtype=torch.long)
         self.addresses = joined.to(stores[0].keys.device, non_blocking=True)

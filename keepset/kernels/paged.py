@@ -236,7 +236,8 @@ def attend_pages(
             added = bias.view(-1)[through % bias.numel()].to(added.dtype).where(kept, 0)
         most = int(entries.max())
         for first in range(0, len(of_row), _QUERIES):
-            places, lengths = torch.tensor(of_row[first : first + _QUERIES], device=queries.device).unbind(1)
+            some = torch.tensor(of_row[first : first + _QUERIES], dtype=torch.long, device=queries.device)
+            places, lengths = some.unbind(1)
             width = most - longest + int(lengths.max())  # no query sees later entries
             seen = entry[:width] < (entries[:, None] - (longest - lengths))[..., None]
             mask = added[:, None, :width].where(seen, float("-inf"))[:, None]
@@ -324,7 +325,7 @@ def attend_heads(
         if not longest:
             output[heads] = 0
             continue
-        some = torch.tensor(heads)
+        some = torch.tensor(heads, dtype=torch.long)
         keys, values = read(tables[some, : -(-longest // block_size)])
         hidden = torch.arange(keys.shape[1]) >= lengths[some, None]
         key_scale = value_scale = None

@@ -160,14 +160,14 @@ def _in_blocks(
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
     """Compute `entry_codes` in PyTorch, in blocks."""
     (rows, heads), layers = new.shape[:2], len(networks.hidden)
-    codes = torch.zeros(new.shape, device=new.device) if known is None else known.clone()
+    codes = torch.zeros(new.shape, dtype=torch.float32, device=new.device) if known is None else known.clone()
     if not new.numel():
         return codes
     some = new_entries(new)
     chosen = [part[some] for part in (keys, values, positions, new)]
     some_keys, some_values, places = (part.unflatten(0, (layers, -1)).transpose(1, 2) for part in chosen[:3])
     rotations = _rotations(places, networks)
-    made = torch.empty(places.shape, device=new.device)
+    made = torch.empty(places.shape, dtype=torch.float32, device=new.device)
     size = max(1, block_size(new.device, 2 * CACHE_BLOCK) // (rows // layers * heads * max(networks.hidden.shape[2:])))
     for some_layers in _slices(layers, max(1, size // max(1, made.shape[3]))):
         for entries in _slices(made.shape[3], size):

@@ -74,7 +74,9 @@ def second_pass_attention(
     rows = min(max(_LEAST_ROWS, block_size(queries.device, PRODUCT_BLOCK) // (group * (entries + longest))), longest)
     future = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).triu(1)
     output = queries.new_empty(kv_heads, group, n, cached[1].shape[-1])
-    statistics = {name: torch.zeros(kv_heads, group, entries, device=queries.device) for name in names}
+    statistics = {
+        name: torch.zeros(kv_heads, group, entries, dtype=torch.float32, device=queries.device) for name in names
+    }
     sinks = softmax.by_query_group(1, kv_heads).sinks
     workspace = queries.new_empty(group * rows * (entries + longest))  # new memory costs a tenth more time
     keys, values = (old.new_empty(entries + longest, old.shape[-1]) for old in cached)
@@ -120,7 +122,9 @@ def _in_two_passes(
     """Compute `second_pass_attention` on a GPU: fused attention first, then the kernel for column statistics."""
     entries = cached[0].shape[1]
     outputs, first = [], 0
-    statistics = {name: torch.zeros(len(queries), entries, device=queries.device) for name in names}
+    statistics = {
+        name: torch.zeros(len(queries), entries, dtype=torch.float32, device=queries.device) for name in names
+    }
     for tokens, scope in sequences:
         part = slice(first, first + tokens)
         asking, keys, values = queries[:, part], new[0][:, part], new[1][:, part]

@@ -61,7 +61,7 @@ def received_attention(
     entries = keys.shape[1]
     first = first_unseen(positions, last_visible, valid)
     largest = sums_of is GroupReduction.LARGEST
-    totals = torch.zeros(heads, 1 if largest else group, entries, device=keys.device)
+    totals = torch.zeros(heads, 1 if largest else group, entries, dtype=torch.float32, device=keys.device)
     most = block_size(keys.device, CACHE_BLOCK)
     # A block is several heads, or several queries of one head.
     at_once = max(1, most // (max(entries, 1) * max(group * n, size)))
@@ -283,7 +283,7 @@ class _Heads(NamedTuple):
         tables, slots, exists, packed, positions, written = (part.transpose(0, 1).flatten(1, 2) for part in parts)
         shared = exists
         if received.own:
-            whose = torch.tensor([own is None for own in received.own], device=place.device)
+            whose = torch.tensor([own is None for own in received.own], dtype=torch.bool, device=place.device)
             shared = exists & whose.repeat_interleave(counts.shape[2])[:, None]
         chosen = shared.flatten().nonzero()[:, 0]
         known = (place < written[..., None]).flatten()[chosen]

@@ -161,7 +161,7 @@ def _with_embedded_parts(measured: "Statistics") -> "Statistics":
     from keepset.core.statistics import Predictor
 
     trained = json.loads(_GATES.read_text("utf-8"))
-    gates = {index: torch.tensor(trained["retrieval"][index]) for index in measured.layers}
+    gates = {index: torch.tensor(trained["retrieval"][index], dtype=torch.float32) for index in measured.layers}
     with safe_open(_NETWORKS, "pt") as file:
         networks = {
             index: Predictor(*(file.get_tensor(f"{index}.{name}").float() for name in Predictor._fields))

@@ -168,7 +168,7 @@ def step(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
 
 def _feed(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
     """Feed the newest token of every answer to the model."""
-    tokens = torch.tensor([[stream.answer.ids[-1]] for stream in streams], device=model.device)
+    tokens = torch.tensor([[stream.answer.ids[-1]] for stream in streams], dtype=torch.long, device=model.device)
     errors: dict[int, Exception] = {}
     try:
         if len(streams) == 1:
@@ -217,7 +217,7 @@ def likelihoods(
         together: how many continuations run at once.
         dtype: dtype of the softmax; that of the logits if None.
     """
-    tokens = [torch.tensor(continuation, device=first.device) for continuation in continuations]
+    tokens = [torch.tensor(continuation, dtype=torch.long, device=first.device) for continuation in continuations]
     scores: list[tuple[float, bool]] = []
     for start in range(0, len(tokens), together):
         part = tokens[start : start + together]

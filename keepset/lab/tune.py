@@ -71,7 +71,7 @@ def cut(tokenizer: Tokenizer, texts: Sequence[str], *, longest: int | None, seed
     for text, start in random.Random(seed).sample(places, PIECES):
         end = start + size - size // SHARE
         prompt, after = begin + ids[text][start:end], ids[text][end : start + size]
-        pieces.append(TextPiece(torch.tensor([prompt]), torch.tensor([after])))
+        pieces.append(TextPiece(torch.tensor([prompt], dtype=torch.long), torch.tensor([after], dtype=torch.long)))
     return pieces
 
 

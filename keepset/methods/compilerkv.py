@@ -205,7 +205,7 @@ class CompilerKV(Method):
         if self.threshold == "mean":
             # A query's attention sums to 1, so the window's sums to the number of its queries.
             queries = observation.lengths.clamp(max=self.window)[:, None, None]
-            utility = utility * (existing.sum(-1, keepdim=True) / queries)
+            utility = utility * (existing.sum(-1, keepdim=True).float() / queries)
         always = budget.is_protected(observation) | budget.is_recent(observation)
         return ((utility >= threshold[:, None, None]) | always).logical_and(existing).sum(-1).clamp(min=1)
 

@@ -78,7 +78,7 @@ class GVote(Method):
         queries = observation.by_query_group(self.queries(observation))
         steps = self.step_budgets(observation)
         _, heads, group, samples, _ = queries.shape
-        scores = torch.zeros(observation.valid.shape, device=observation.valid.device)
+        scores = torch.zeros(observation.valid.shape, dtype=torch.float32, device=observation.valid.device)
         at_once = max(1, _BLOCK // (heads * group * scores.shape[2]))
         sinks = None if observation.sinks is None else observation.sinks[..., None]
         for few in queries.split(at_once, 3):

@@ -80,7 +80,7 @@ class LagKV(Method):
 
     def score(self, observation: Observation) -> Scores:
         """Return the rank of each entry's information within its partition, in [0, 1), and 1 outside of partitions."""
-        scores = torch.ones(observation.valid.shape, device=observation.valid.device)
+        scores = torch.ones(observation.valid.shape, dtype=torch.float32, device=observation.valid.device)
         count = (scores.shape[-1] - self.skip) // self.lag
         if count < 2:
             return scores
@@ -91,7 +91,7 @@ class LagKV(Method):
             )
         )
         # A stable ascending sort: among equal ones the later is better, as everywhere.
-        ranks = information.argsort(dim=-1, stable=True).argsort(dim=-1) / self.lag
+        ranks = information.argsort(dim=-1, stable=True).argsort(dim=-1).float() / self.lag
         partitions = slice(self.skip, self.skip + (count - 1) * self.lag)
         follows = torch.arange(count - 1, device=scores.device) + 2  # full partitions that must exist
         full = (observation.valid.sum(-1, keepdim=True) - self.skip) // self.lag

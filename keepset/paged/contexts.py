@@ -75,7 +75,7 @@ class ContextPlacement:
 
 def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size: int) -> Int[Tensor, "*rows"]:
     """Return the first of the request's last blocks, which hold the entries if each head has its own pages."""
-    lengths = torch.full(counts.shape[:-1], tokens)
+    lengths = torch.full(counts.shape[:-1], tokens, dtype=torch.long)
     return -(-lengths // block_size) - page_layout.blocks_needed(counts, lengths, block_size)
 
 

@@ -67,7 +67,10 @@ class EntryColumns:
         device: torch.device,
         biased: bool = False,
     ) -> None:
-        self._columns = {name: torch.zeros(layers, slots, *shape, device=device) for name, shape in columns.items()}
+        self._columns = {
+            name: torch.zeros(layers, slots, *shape, dtype=torch.float32, device=device)
+            for name, shape in columns.items()
+        }
         self._private: dict[tuple[int, str], Tensor] = {}
         self._kv_heads, self._block_size, self._biased = kv_heads, block_size, biased and BIAS in columns
 
@@ -93,7 +96,7 @@ class EntryColumns:
         column, whole = self._private.get((request, name)), self._columns[name]
         if column is None or column.shape[2] < entries:
             shape = len(whole), self._kv_heads, entries + _ROOM, *whole.shape[2:]
-            grown = torch.zeros(shape, device=whole.device)
+            grown = torch.zeros(shape, dtype=torch.float32, device=whole.device)
             if column is not None:
                 grown[:, :, : column.shape[2]] = column
             self._private[request, name] = column = grown

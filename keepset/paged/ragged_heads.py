@@ -257,7 +257,9 @@ class RaggedHeadTables(BlockTables):
             RuntimeError: the request is not known any more.
         """
         layout = self._table.at(blocks[(length - 1) // self.schedule.block_size], length)
-        table, lengths = (torch.tensor(numbers, device=layout.counts.device) for numbers in ([blocks], [length]))
+        table, lengths = (
+            torch.tensor(numbers, dtype=torch.long, device=layout.counts.device) for numbers in ([blocks], [length])
+        )
         entries = EntriesInPages(layout, table, lengths, layout.counts, length)
         return RaggedPages(entries, self._group, self.schedule.block_size)
 

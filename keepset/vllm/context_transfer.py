@@ -151,7 +151,9 @@ class ContextLoader:
 
     def _places(self, job: LoadJob, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         layout = job.placement.layout(self._counts(job), self._block_size)
-        return context_places(layout, torch.tensor(job.blocks), self._block_size, len(self._cache), own=not whole)
+        return context_places(
+            layout, torch.tensor(job.blocks, dtype=torch.long), self._block_size, len(self._cache), own=not whole
+        )
 
     def _put(self, job: LoadJob, entries: ContextColumns) -> None:
         """Write a context's entries to the request's blocks: all of them, or those of its own blocks."""
@@ -294,7 +296,7 @@ def _unpacked(packed: Tensor) -> dict[int, context_files.Columns] | str:
 def _gathered(own: Tensor, ranks: GroupCoordinator) -> list[Tensor]:
     """Return every rank's bytes on the first rank, and an empty list on others."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
-    torch.distributed.all_gather(sizes, torch.tensor([len(own)]), ranks.cpu_group)
+    torch.distributed.all_gather(sizes, torch.tensor([len(own)], dtype=torch.long), ranks.cpu_group)
     room = own.new_zeros(max(map(int, sizes)))
     room[: len(own)] = own
     parts = [torch.empty_like(room) for _ in sizes] if ranks.is_first_rank else []

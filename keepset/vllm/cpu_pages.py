@@ -245,7 +245,7 @@ class RowsMetadata:
         tables = self.block_table[self.decoding].long()
         tables = tables[:, None] * self.kv_heads + torch.arange(self.kv_heads)[:, None]
         lengths = self.lengths[self.decoding].long().repeat_interleave(self.kv_heads)
-        return tables.flatten(0, 1), lengths, torch.tensor(self.starts)[self.decoding]
+        return tables.flatten(0, 1), lengths, torch.tensor(self.starts, dtype=torch.long)[self.decoding]
 
     @cached_property
     def prompts(self) -> PagedTokens | None:
@@ -258,7 +258,7 @@ class RowsMetadata:
         ]
         if not several:
             return None
-        places, rows, lengths = torch.tensor(several).unbind(1)
+        places, rows, lengths = torch.tensor(several, dtype=torch.long).unbind(1)
         return PagedTokens(self.block_table, lengths, int(lengths.max()), places, rows)
 
     def _new(self, row: int) -> int:

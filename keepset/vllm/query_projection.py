@@ -130,9 +130,9 @@ def find_rotation(
     table = first.cos_sin_cache
     rotary = RotaryTable(table, first.is_neox_style, projections[0].unrotated)
     last = min(longest, len(table)) - 1
-    positions = torch.tensor([[0, 1, last // 2, last]], device=table.device)
+    positions = torch.tensor([[0, 1, last // 2, last]], dtype=torch.long, device=table.device)
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(*positions.shape, hidden_size, generator=draw).to(table.device, dtype)
+    hidden = torch.randn(*positions.shape, hidden_size, generator=draw, dtype=torch.float32).to(table.device, dtype)
     for projection in projections:
         projection.rotary = rotary
         undone = rotary.undo(projection.rotated(hidden, positions), positions)

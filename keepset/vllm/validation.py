@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import vllm
 from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
@@ -249,7 +248,7 @@ def check_layer(name: str, layer: Any, *, unseen: bool = False) -> None:
         ),
         "attends to chunks": getattr(impl, "chunk_lookback", -1) != -1,
         "adds biases by distance to its logits (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
-        "has a scale for each head of its cache": getattr(layer, "_k_scale", torch.ones(())).numel() > 1,
+        "has a scale for each head of its cache": hasattr(layer, "_k_scale") and layer._k_scale.numel() > 1,
         "has no module of its own, so its queries before rotation are not found": unseen,
     }
     for reason, applies in reasons.items():

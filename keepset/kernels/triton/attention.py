@@ -70,10 +70,12 @@ class Launch:
         # Only the first axis of a grid may have more than 65,535 programs.
         self.grid = self.heads * row_blocks, parts
         self.output = self.partial = queries.new_empty(batch, n, query_heads, value_dim)
-        self.lse = self.partial_lse = torch.empty(batch, n, query_heads, device=device)
+        self.lse = self.partial_lse = torch.empty(batch, n, query_heads, dtype=torch.float32, device=device)
         if parts > 1:
             both = self.output, self.lse
-            self.partial, self.partial_lse = (torch.empty(parts, *each.shape, device=device) for each in both)
+            self.partial, self.partial_lse = (
+                torch.empty(parts, *each.shape, dtype=torch.float32, device=device) for each in both
+            )
         self.bias = next((store.bias for store in stores if store.bias is not None), None)
         self.last_visible = None if query_positions is None else query_positions.contiguous()
         self.sinks = None if softmax.sinks is None else softmax.sinks.contiguous()

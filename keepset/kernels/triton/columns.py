@@ -21,7 +21,7 @@ def attention_columns(queries, keys, lse, softmax, names, causal) -> dict[str, F
     """
     query_heads, n, head_dim = queries.shape
     kv_heads, entries, _ = keys.shape
-    statistics = {name: torch.empty(query_heads, entries, device=keys.device) for name in names}
+    statistics = {name: torch.empty(query_heads, entries, dtype=torch.float32, device=keys.device) for name in names}
     unused, head_block = lse, max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, keys.dtype)
     # With one statistic more rows fit the registers.
@@ -48,7 +48,7 @@ def log_sum_exp(queries, keys, softmax, causal) -> Float[Tensor, "query_heads n"
     even = dispatch.processors(queries.device) * PROGRAMS_PER_PROCESSOR // max(blocks * query_heads, 1)
     part = max(LEAST_PART, triton.cdiv(triton.cdiv(entries, max(even, 1)), block) * block)
     parts = max(1, triton.cdiv(entries, part))
-    lse = torch.empty(parts, query_heads, n, device=queries.device)
+    lse = torch.empty(parts, query_heads, n, dtype=torch.float32, device=queries.device)
     _log_sum_exp[(blocks, query_heads, parts)](
         queries, keys, lse, *queries.stride(), *keys.stride(), n, entries, part,
         softmax.scaling, softmax.softcap or 1.0,

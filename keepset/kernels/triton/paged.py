@@ -42,8 +42,8 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
     splits = _splits(queries.device, n * heads * row_blocks, tokens.longest, n * query_heads * width)
     partial, lse = output, None
     if splits > 1:
-        partial = torch.empty(splits, n, query_heads, width, device=queries.device)
-        lse = torch.empty(splits, n, query_heads, device=queries.device)
+        partial = torch.empty(splits, n, query_heads, width, dtype=torch.float32, device=queries.device)
+        lse = torch.empty(splits, n, query_heads, dtype=torch.float32, device=queries.device)
     sinks = softmax.sinks
     _attend_pages[(n, heads * row_blocks, splits)](
         queries, kind, addresses.on_device, *_scales(format), bias, sinks,

@@ -48,7 +48,7 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
     even = triton.cdiv(dispatch.processors(kind.device) * PROGRAMS_PER_PROCESSOR, heads)
     parts = max(1, min(triton.cdiv(entries.longest, LEAST_PART), max(least, min(most, even))))
     # Always the width for the most parts: another width would be compiled while requests wait.
-    partial = torch.empty(heads, blocks * sizes["ROWS"], most, device=kind.device)
+    partial = torch.empty(heads, blocks * sizes["ROWS"], most, dtype=torch.float32, device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     softmax, sinks = target.softmax, target.softmax.sinks
     if sinks is not None:  # one for each row of a token, in each layer of the group
@@ -79,7 +79,7 @@ def _own(target: ColumnTarget) -> Int[Tensor, "rows 2"] | None:
     if not target.own:
         return None
     places = [(0, 0) if own is None else (own.data_ptr(), own.shape[2]) for own in target.own]
-    return dispatch.upload(torch.tensor(places), target.column.device)
+    return dispatch.upload(torch.tensor(places, dtype=torch.long), target.column.device)
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def received_attention(
     heads, group, _, _ = queries.shape
     entries = keys.shape[1]
     numbers = sums_of.shape(group)
-    column = torch.zeros(heads * entries, *numbers, device=keys.device)
+    column = torch.zeros(heads * entries, *numbers, dtype=torch.float32, device=keys.device)
     if entries:
         keys = keys if keys.stride(2) == 1 else keys.contiguous()
         # An entry that does not exist comes after all queries.
@@ -102,7 +102,7 @@ def _add(column, queries, where, kv_heads, last_visible, softmax, sums_of) -> No
     length = -(-max(where.longest, 1) // _PARTS)
     part = max(LEAST_PART, triton.cdiv(length, block) * block)
     parts = triton.cdiv(max(where.longest, 1), part)
-    partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
+    partial = torch.empty(heads, blocks * rows, _PARTS, dtype=torch.float32, device=queries.device)
     sinks = softmax.sinks
     if sinks is not None:  # one for each row of a token
         sinks = sinks.view(where.sink_heads, -1)

@@ -32,7 +32,7 @@ def wipeout_rate(kept: Kept, region: int = REGION) -> Float[Tensor, "layers kv_h
     token of the text so far, so a region that an earlier event wiped out stays wiped out. A shorter last region counts.
     """
     regions = F.pad(kept, (0, -kept.shape[-1] % region)).unflatten(-1, (-1, region))
-    return 1 - regions.any(-1).sum(-1) / regions.shape[-2]
+    return 1 - regions.any(-1).float().mean(-1)
 
 
 def middle_retention(kept: Kept) -> Float[Tensor, "layers kv_heads"]:
@@ -43,7 +43,7 @@ def middle_retention(kept: Kept) -> Float[Tensor, "layers kv_heads"]:
     """
     edge = kept.shape[-1] // 3
     middle = kept[..., edge : kept.shape[-1] - edge]
-    return middle.sum(-1) / middle.shape[-1]
+    return middle.float().mean(-1)
 
 
 def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
@@ -62,7 +62,7 @@ def proxy_segments(kept: Kept) -> tuple[Float[Tensor, "layers kv_heads"], Float[
     """
     begins = kept & ~F.pad(kept, (1, 0))[..., :-1]
     runs = begins.sum(-1)
-    return runs.float(), kept.sum(-1) / runs.clamp(min=1)
+    return runs.float(), kept.sum(-1).float() / runs.clamp(min=1)
 
 
 def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
@@ -177,7 +177,7 @@ class EventFigures:
             figures["survived"] = float(self._before.overlap(event.keep_set).mean())
             figures |= _with_depths("iou", self._before.iou(event.keep_set))
         if self._segments:
-            number, length = torch.tensor(self._segments).unbind(-1)
+            number, length = torch.tensor(self._segments, dtype=torch.float32).unbind(-1)
             self._segments.clear()
         else:
             number, length = (part.mean(1) for part in proxy_segments(kept))

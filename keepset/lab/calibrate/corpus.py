@@ -59,7 +59,7 @@ class Corpus:
         for candidate in candidates:
             if left < shortest:
                 break
-            passages.append(torch.tensor(candidate[:left]))
+            passages.append(torch.tensor(candidate[:left], dtype=torch.long))
             left -= len(passages[-1])
         return cls(passages, digest(texts), seed)
 

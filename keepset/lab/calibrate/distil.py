@@ -249,19 +249,20 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
         return (inputs - centre) / scale, (knots[entries] - usual).expand(heads, -1, -1), (wanted - mean) / spread
 
     blocks = [slice(first, first + _ENTRIES_AT_ONCE) for first in range(0, entries, _ENTRIES_AT_ONCE)]
-    ridge = torch.full((size + knots.shape[1],), _RIDGE, device=device)
+    ridge = torch.full((size + knots.shape[1],), _RIDGE, dtype=torch.float32, device=device)
     ridge[len(ridge) - deviations.shape[1] :] = _DEVIATION
     linear, age = _least_squares((block(each) for each in blocks), ridge).split([size, knots.shape[1]], 1)
 
     octaves = (samples.ages.float().log2()[:, None] - MIDDLE) / _SLOPE_SPREAD
 
     def weights(*shape: int, most: float) -> Tensor:
-        return ((torch.rand(shape, generator=chance) * 2 - 1) * most).to(device)
+        return ((torch.rand(shape, generator=chance, dtype=torch.float32) * 2 - 1) * most).to(device)
 
     hidden, bias = weights(heads, size, width, most=size**-0.5), weights(heads, 1, width, most=size**-0.5)
     # Slopes begin with small weights: with zeros, the hidden layer would learn nothing from them at first.
     output = torch.stack([torch.zeros_like(bias[:, 0]), weights(heads, width, most=_SLOPE_WEIGHTS)], -1)
-    last, lean = torch.zeros(heads, 1, 2, device=device), torch.zeros(heads, size, 1, device=device)
+    last = torch.zeros(heads, 1, 2, dtype=torch.float32, device=device)
+    lean = torch.zeros(heads, size, 1, dtype=torch.float32, device=device)
     learnt = [part.requires_grad_() for part in (hidden, bias, output, last, lean)]
     optimizer = torch.optim.AdamW(learnt, _RATE, weight_decay=_DECAY)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -277,7 +278,7 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
         schedule.step()
         on_step(step + 1)
     with torch.no_grad():
-        units = spread * torch.tensor([1.0, 1 / _SLOPE_SPREAD], device=device)  # of both outputs
+        units = spread * torch.tensor([1.0, 1 / _SLOPE_SPREAD], dtype=torch.float32, device=device)  # of both outputs
         straight = (torch.cat([linear, lean], 2) / scale.transpose(1, 2) * units).transpose(1, 2).contiguous()
         folded = (hidden / scale.transpose(1, 2)).transpose(1, 2).contiguous()
         shifted = bias[:, 0] - (folded @ centre.transpose(1, 2))[..., 0]

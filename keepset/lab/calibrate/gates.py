@@ -61,7 +61,10 @@ def retrieval_gates(
     Raises:
         UnsupportedModelError: hidden states are not finite.
     """
-    gates = {index: torch.ones(heads, requires_grad=True, device=model.device) for index, heads in kv_heads.items()}
+    gates = {
+        index: torch.ones(heads, requires_grad=True, dtype=torch.float32, device=model.device)
+        for index, heads in kv_heads.items()
+    }
     everything = list(gates.values())
     optimizer = torch.optim.AdamW(everything, lr=_RATE, weight_decay=0.0)
     ramp = max(1, len(texts) // 5)
@@ -206,5 +209,6 @@ def draw(
         ids: list[int] = []
         for begin, end, needle in zip([0, *places], [*places, between], [*needles, []], strict=True):
             ids += rest[begin:end] + needle
-        texts.append(Passkeys(torch.tensor(ids + [token for answer in answers for token in answer]), len(ids)))
+        answered = [token for answer in answers for token in answer]
+        texts.append(Passkeys(torch.tensor(ids + answered, dtype=torch.long), len(ids)))
     return texts

@@ -90,7 +90,7 @@ def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], Non
 
     def start_layer(observation: Observation) -> None:
         _, kv_heads, _, head_dim = observation.keys.shape
-        unit = torch.eye(head_dim, device=observation.keys.device)
+        unit = torch.eye(head_dim, dtype=torch.float32, device=observation.keys.device)
         layers[observation.layer] = _Layer(measure_rotation(observation[QueryMoments(0)].rotate, unit), kv_heads)
 
     def run(ids: Tensor, needs: Needs, observe: Callable[[Observation], None]) -> None:

@@ -238,7 +238,7 @@ def _decoded(
     if generate is not None:
         advance = counted(bar, "tokens of the full cache", generate)
         ids, _ = greedy(model, DynamicCache(config=model.config), task.prompt, generate, advance)
-        text = torch.tensor([ids], device=task.prompt.device)
+        text = torch.tensor([ids], dtype=torch.long, device=task.prompt.device)
     total = text.shape[1] * (1 + recipes)
     comparer = DecodeComparer(model, task.prompt, text, name, on_tokens=counted(bar, "tokens", total))
     return comparer, torch.cat([task.prompt, text], 1)

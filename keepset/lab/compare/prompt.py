@@ -41,7 +41,8 @@ class PromptComparer(Comparer):
         ids, speed = self._ask(full.cache.fork())
         self._continuation = task.continuation
         if task.question is not None and not task.continuation.numel():
-            self._continuation = torch.cat([task.question, torch.tensor([ids], device=task.question.device)], 1)
+            following = torch.tensor([ids], dtype=torch.long, device=task.question.device)
+            self._continuation = torch.cat([task.question, following], 1)
         self._reference = full.follow(self._continuation)
         answer = self._read(ids)
         self.comparison = Comparison(

@@ -218,8 +218,8 @@ def _try_actions(
     """Try all actions of contexts that are not logged yet, and log their rewards."""
     layers, heads = tables.weights.shape[1:]
     kinds = {
-        "head": (HEAD_ROWS, layers * deciding, torch.tensor(settings.weights)),
-        "gate": (GATE_ROWS, layers, torch.tensor(THRESHOLDS)),
+        "head": (HEAD_ROWS, layers * deciding, torch.tensor(settings.weights, dtype=torch.float32)),
+        "gate": (GATE_ROWS, layers, torch.tensor(THRESHOLDS, dtype=torch.float32)),
     }
     trials = [(kind, keep, n) for keep in settings.budgets for kind, (count, *_) in kinds.items() for n in range(count)]
     done = stage("trying actions", len(contexts) * len(trials))
@@ -264,7 +264,8 @@ def _head_table(
         alpha=ALPHA,
         decay=decisions / len(rewards),
     )
-    return torch.tensor(settings.weights)[best(q)].view(len(settings.budgets), layers, deciding), curve
+    weights = torch.tensor(settings.weights, dtype=torch.float32)
+    return weights[best(q)].view(len(settings.budgets), layers, deciding), curve
 
 
 def _gate_table(
@@ -272,16 +273,16 @@ def _gate_table(
 ) -> tuple[Float[Tensor, "budgets layers 20 4"], list[dict[str, float]]]:
     """Learn the threshold of highest value for each state (l, b_ent, b_ppl, B)."""
     actions, rewards, budgets = _arrays(rows, "gate", settings)
-    cell = torch.tensor([where[row.context] for row in rows if row.kind == "gate"])
+    cell = torch.tensor([where[row.context] for row in rows if row.kind == "gate"], dtype=torch.long)
     shape = len(settings.budgets), layers, ENTROPY_BINS * PERPLEXITY_BINS
     grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
     states = grid[budgets, :, cell]
     budget, layer, bins = (part.flatten() for part in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
     apart = [bins // PERPLEXITY_BINS, bins % PERPLEXITY_BINS]
     kinds = [layer, budget * layers + layer, *([grid.flatten()] if settings.gate == "table" else apart)]
-    sizes = torch.tensor([0, layers, shape[0] * layers, ENTROPY_BINS]).cumsum(0).tolist()
+    sizes = torch.tensor([0, layers, shape[0] * layers, ENTROPY_BINS], dtype=torch.long).cumsum(0).tolist()
     features = torch.stack([kind + size for kind, size in zip(kinds, sizes, strict=False)], 1)
-    thresholds = torch.tensor(THRESHOLDS)
+    thresholds = torch.tensor(THRESHOLDS, dtype=torch.float32)
     logged = Logged(states, actions, rewards)
     q, curve = learn(logged, features, len(THRESHOLDS), alpha=ALPHA, decay=layers / len(rewards))
     return thresholds[best(q)].view(shape[0], layers, ENTROPY_BINS, PERPLEXITY_BINS), curve
@@ -296,8 +297,8 @@ def _arrays(
     budget are then divided by their standard deviation.
     """
     chosen = [row for row in rows if row.kind == kind]
-    actions = torch.tensor([list(row.actions) for row in chosen])
-    budgets = torch.tensor([settings.budgets.index(row.keep) for row in chosen])
+    actions = torch.tensor([list(row.actions) for row in chosen], dtype=torch.long)
+    budgets = torch.tensor([settings.budgets.index(row.keep) for row in chosen], dtype=torch.long)
     rewards = torch.tensor([getattr(row, settings.reward) for row in chosen], dtype=torch.float64)
     if kind == "gate":
         over = torch.tensor([row.admitted - row.keep for row in chosen], dtype=torch.float64)

@@ -79,7 +79,7 @@ class ContextPool:
         for passage in passages:
             if len(contexts) == count:
                 break
-            ids = torch.tensor(passage)
+            ids = torch.tensor(passage, dtype=torch.long)
             name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
             text = str(tokenizer.decode(passage[1:] if adds_bos(tokenizer) else passage))
             # A repeated text counts as one context.

@@ -54,7 +54,7 @@ def learn(
     index = logged.states * actions + logged.actions
     taken = torch.bincount(index.flatten(), minlength=states * actions).float() / len(index)
     visited = taken.view(states, actions).sum(1)
-    learned = torch.zeros(int(features.max()) + 1, actions, requires_grad=True)
+    learned = torch.zeros(int(features.max()) + 1, actions, requires_grad=True, dtype=torch.float32)
     optimizer = torch.optim.Adam([learned], lr=RATE)
     curve: list[dict[str, float]] = []
     for step in range(STEPS + 1):
@@ -92,6 +92,6 @@ def draw(count: int, decisions: int, actions: int, seed: str) -> Int[Tensor, "co
     occurrence are independent between decisions. The probability of any single action is 1 / `actions`.
     """
     chance = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
-    places = torch.rand(count, decisions, generator=chance).argsort(0)
+    places = torch.rand(count, decisions, generator=chance, dtype=torch.float32).argsort(0)
     # If count is no multiple of actions, the actions that occur once more are also drawn.
     return (places + torch.randint(actions, (decisions,), generator=chance)) % actions

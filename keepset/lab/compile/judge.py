@@ -1,6 +1,7 @@
 """`Judge`: compares tables on one context, whose prompt runs only once."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,7 +74,7 @@ class Judge:
         compressed, full = self._log_probabilities(prompt), self._full
         said = float((compressed - full).gather(1, self._following[0, 1:, None]).mean())
         expected = -float(F.kl_div(compressed, full, log_target=True, reduction="none").sum(-1).mean())
-        if not torch.tensor([said, expected]).isfinite().all():
+        if not (math.isfinite(said) and math.isfinite(expected)):
             raise KeepsetError("Some of the model's logits are not finite numbers: no tables can be compiled.")
         return Verdict(said, expected, *(float(each.counts.double().mean()) for each in (keep_set, uncut)))
 

@@ -45,7 +45,7 @@ def _essays(tokenizer: Tokenizer, options: Options, length: int) -> Iterator[Int
     length = options.lengths[0] if options.lengths else length
     names = sorted(essays(), key=lambda name: -len(essay(name)))
     for name in names[: options.limit or len(names)]:
-        yield torch.tensor([tokenizer(essay(name), verbose=False)["input_ids"][:length]])
+        yield torch.tensor([tokenizer(essay(name), verbose=False)["input_ids"][:length]], dtype=torch.long)
 
 
 def _by_layer(

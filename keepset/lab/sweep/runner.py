@@ -136,7 +136,10 @@ class Runner:
         return prompts
 
     def _session(self, prompt: EvalPrompt, recipes: Sequence[Recipe]) -> PromptSession:
-        ids, *tasks = (torch.tensor([tokens], device=self._model.device) for tokens in (prompt.ids, *prompt.tasks))
+        ids, *tasks = (
+            torch.tensor([tokens], dtype=torch.long, device=self._model.device)
+            for tokens in (prompt.ids, *prompt.tasks)
+        )
         return PromptSession(self._model, ids, recipes, task_tokens=tasks)
 
     def _job(
@@ -198,7 +201,7 @@ class Runner:
     @torch.no_grad()
     def _read(self, ids: Sequence[int], cache: Cache) -> Float[Tensor, "1 vocabulary"]:
         """Add tokens to a cache; return the logits after the last of them."""
-        batch = torch.tensor([ids], device=self._model.device)
+        batch = torch.tensor([ids], dtype=torch.long, device=self._model.device)
         return self._model(batch, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 

@@ -243,7 +243,7 @@ class _Shading:
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, length: int, send: SendUpdate) -> None:
         self.cache = Cache(model, recipe, observer=self._observe)
-        self._send, self._kept, self._heads, self._layers = send, torch.zeros(length), 0, 0
+        self._send, self._kept, self._heads, self._layers = send, torch.zeros(length, dtype=torch.float32), 0, 0
 
     @property
     def share(self) -> float:
