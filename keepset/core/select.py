@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget
-from keepset.core.keep_set import LayerKeepSet
+from keepset.core.keep_set import LayerKeepSet, LazyHostInts
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Quotas, Scores
 from keepset.errors import KeepsetError
@@ -30,7 +30,11 @@ NAN_MODEL = (
     "bfloat16."
 )
 _nan_refused: ContextVar[bool] = ContextVar("_nan_refused", default=False)
-_nan_noticed: ContextVar[list[Tensor] | None] = ContextVar("_nan_noticed", default=None)
+NAN_NOTICED: ContextVar[list[LazyHostInts] | None] = ContextVar("NAN_NOTICED", default=None)
+"""A list to which `ranked_scores` adds whether any of the scores is NaN; None if nobody asks.
+
+These numbers are on the scores' devices, so the host waits for none of them before it reads one.
+"""
 
 
 @contextmanager
@@ -44,20 +48,6 @@ def nan_scores_refused() -> Iterator[None]:
         yield
     finally:
         _nan_refused.reset(before)
-
-
-@contextmanager
-def nan_scores_noticed() -> Iterator[list[Tensor]]:
-    """Collect for each layer that is ranked inside this context whether any of its scores is NaN.
-
-    These are tensors on the scores' devices, so the host waits for none of them before it reads one.
-    """
-    found: list[Tensor] = []
-    before = _nan_noticed.set(found)
-    try:
-        yield found
-    finally:
-        _nan_noticed.reset(before)
 
 
 def finite(scores: Scores) -> Scores:
@@ -83,20 +73,16 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
     lengths = observation.lengths.clamp(min=1)[:, None, None]
     rank = _LARGEST * (1 - observation.positions.float() / (4 * lengths.float()))
     ranked = rank.where(budget.is_protected(observation), ranked).masked_fill_(~observation.valid, float("-inf"))
-    _look_for_nan(ranked, observation)
+    if (noticed := NAN_NOTICED.get()) is not None:
+        noticed.append(LazyHostInts((ranked == _NAN_RANK).any().int()))
+    if _nan_refused.get():
+        _refuse_nan(ranked, observation)
     return ranked
 
 
-def _look_for_nan(ranked: Scores, observation: Observation) -> None:
-    """Refuse or notice scores of NaN among those that are compared with others, in a context that asks for it."""
-    noticed = _nan_noticed.get()
-    if not _nan_refused.get() and noticed is None:
-        return
-    found = (ranked == _NAN_RANK).any()
-    if not _nan_refused.get():
-        assert noticed is not None
-        noticed.append(found)
-    elif bool(found):
+def _refuse_nan(ranked: Scores, observation: Observation) -> None:
+    """Refuse scores of NaN among those that are compared with others."""
+    if bool((ranked == _NAN_RANK).any()):
         if any(
             bool((rows.isnan().any(-1) & observation.valid).any()) for rows in (observation.keys, observation.values)
         ):

@@ -23,7 +23,7 @@ from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.keep_set import KeepSet, LayerKeepSet, LazyHostInts
 from keepset.core.method import forecast_quotas
 from keepset.core.observation import Observation
-from keepset.core.select import nan_scores_noticed
+from keepset.core.select import NAN_NOTICED
 from keepset.core.traits import FULL_BYTES
 from keepset.defaults import ANSWERED_AT_ONCE, default_recipe
 from keepset.errors import KeepsetError
@@ -378,9 +378,11 @@ class Cache(ObservedCache):
             members = [each for stack in group for each in layers_of(stack)] if self._stacks_layers else group
             start = time.perf_counter()
             budget = self._budget([each.entry_sizes for each in members])
-            with nan_scores_noticed() as found:
+            noticed = NAN_NOTICED.set(event.with_nan)
+            try:
                 keep_set = method.select_all(group, budget)
-            event.with_nan += [LazyHostInts(flag.int()) for flag in found]
+            finally:
+                NAN_NOTICED.reset(noticed)
             if method.traits.across_layers:
                 keep_set.count(event.with_nan)
             if self._stacks_layers:
@@ -404,8 +406,9 @@ class Cache(ObservedCache):
         known = method.traits.counts_from_data and is_async_device(event.kept[0].counts.device)
         with_nan = [] if known and not method.traits.across_layers else event.with_nan
         keep_set = KeepSet(event.kept).count(with_nan)
-        if any(sum(flag.host_values) for flag in with_nan):
-            _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
+        for flag in with_nan:
+            if flag.host_values != [0]:
+                _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
         for layer in self.managed_layers.values():
             layer.append_after_event()
         if self.events and not self.history:
