@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Never
 
@@ -162,6 +163,7 @@ class Cache(ObservedCache):
             for layer in cache.managed_layers.values():
                 layer.logical = cache.progress.logical
             with without_autocast(prompt.progress.lengths.device):
+                if observations:
                 cache._choose(list(observations))
         return cache
 
@@ -368,8 +370,6 @@ class Cache(ObservedCache):
 
     def _choose(self, observations: list[Observation]) -> None:
         """Compress the observed layers: one by one, or together where the method looks across them."""
-        if not observations:
-            return
         assert self.progress is not None and self.progress.compressed_at is not None
         method, length, before = self.recipe.method, self.progress.compressed_at, self.keep_set
         event = self._unfinished.setdefault(length, _UnfinishedEvent())
@@ -406,9 +406,8 @@ class Cache(ObservedCache):
         known = method.traits.counts_from_data and is_async_device(event.kept[0].counts.device)
         with_nan = [] if known and not method.traits.across_layers else event.with_nan
         keep_set = KeepSet(event.kept).count(with_nan)
-        for flag in with_nan:
-            if flag.host_values != [0]:
-                _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
+        if [1] in map(attrgetter("host_values"), with_nan):
+            _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
         for layer in self.managed_layers.values():
             layer.append_after_event()
         if self.events and not self.history:
