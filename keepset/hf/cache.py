@@ -164,7 +164,7 @@ class Cache(ObservedCache):
                 layer.logical = cache.progress.logical
             with without_autocast(prompt.progress.lengths.device):
                 if observations:
-                cache._choose(list(observations))
+                    cache._choose(list(observations))
         return cache
 
     def __repr__(self) -> str:

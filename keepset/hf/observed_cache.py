@@ -447,8 +447,7 @@ class ObservedCache(EditableCache, KnowsText):
         waiting, self._waiting = self._waiting, []
         if waiting:
             with without_autocast(waiting[0].valid.device):  # the caller's, once the model's call is over
-                if waiting:
-            self._choose(waiting)
+                self._choose(waiting)
 
     @abstractmethod
     def _choose(self, observations: list[Observation]) -> None:

@@ -189,7 +189,7 @@ def test_no_piece_of_an_answer_shows_a_signature() -> None:
             for number, piece in enumerate(pieces):
                 await send({"type": "http.response.body", "body": piece, "more_body": number + 1 < len(pieces)})
 
-        await middleware._Answer(send, lambda: None, signature).by(app, {}, send)
+        await middleware._Answer(send, lambda: None, signature, None).by(app, {}, send)
         assert len(sent) == 1 + len(pieces)
         return b"".join(message["body"] for message in sent[1:])
 
@@ -215,7 +215,7 @@ def test_an_answer_that_breaks_off_ends_with_the_refusal(begun: int, refusal: st
             await send(message)
         raise ValueError("broken")
 
-    answer = middleware._Answer(send, lambda: refusal, b"a" * 64).by(app, {}, send)
+    answer = middleware._Answer(send, lambda: refusal, b"a" * 64, None).by(app, {}, send)
     if refusal is None:
         with pytest.raises(ValueError, match="broken"):
             asyncio.run(answer)

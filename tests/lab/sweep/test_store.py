@@ -24,7 +24,7 @@ from keepset.recipe import in_full, in_short
 
 CONFIGURATION = {"weights": "0a1b", "--limit": None, "--mode": "prompt", "--temperature": 0.0}
 KEY = ("gsm8k", 0, "a")
-NO_SWEEP = "is damaged, or no file of `keepset eval`: name another with --out"
+NO_SWEEP = "is damaged, or no file of `keepset eval`: name another file"
 
 
 def cell(recipe: str = "knorm(keep=0.5)", example: str = "a", **changes: Any) -> Record:

@@ -138,7 +138,7 @@ def test_after_a_slow_answer_or_a_killed_judge_the_next_is_judged(
 def test_without_math_verify_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning, "_process", None)
     monkeypatch.setattr(reasoning, "_PROGRAM", "import no_such_package_at_all")
-    with pytest.raises(KeepsetError, match=r'math-verify, which does not start: pip install "keepset\[eval\]"'):
+    with pytest.raises(KeepsetError, match=r'math-verify, which does not start: run `pip install "lm-eval'):
         make_task("gsm8k")
 
 
