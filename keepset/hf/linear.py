@@ -40,7 +40,7 @@ def matrix_of(module: object, like: Float[Tensor, "*shape"], inputs: int) -> Flo
         return None
     size = like[..., -1:, :].float().abs().mean().clamp(min=1e-3)
     draw = torch.Generator().manual_seed(0)
-    samples = (torch.randn(_SAMPLES, inputs, generator=draw).to(like.device) * size).to(like.dtype)
+    samples = (torch.randn(_SAMPLES, inputs, generator=draw, dtype=torch.float32).to(like.device) * size).to(like.dtype)
     basis = torch.eye(inputs, dtype=like.dtype, device=like.device)
     # `forward` leaves out hooks, which may be anybody's.
     made = module.forward(torch.cat([torch.zeros_like(basis[:1]), samples, basis])[None])[0]

@@ -40,7 +40,8 @@ def check_model(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__} puts learned tokens in front of every prompt, which keepset does not see: use an "
             "adapter of weights, such as LoRA."
         )
-    model = unwrapped(model)
+    if hasattr(model, "get_base_model"):
+        model = unwrapped(model)
     if not hasattr(model, "config"):
         raise UnsupportedModelError(f"{type(model).__name__} is no model of transformers, which keepset needs here.")
     whole: Any = model.config

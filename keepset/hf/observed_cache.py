@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from abc import abstractmethod
@@ -277,7 +278,7 @@ class ObservedCache(EditableCache, KnowsText):
         if self.progress is not None:
             if len(new) != len(self.progress.tokens):
                 return  # `update` says so
-            began |= torch.tensor(self.progress.tokens, device=new.device)[:, None] > 0
+            began |= torch.tensor(self.progress.tokens, dtype=torch.long, device=new.device)[:, None] > 0
         if bool((began & ~new).any()):
             raise KeepsetError(
                 f"Padding behind tokens changes the states of {self._model_name}: pad prompts at their left, and ask "
@@ -366,7 +367,9 @@ class ObservedCache(EditableCache, KnowsText):
     def _advance(self, new: AttentionInput) -> None:
         """Count the tokens of a forward for all layers and find their positions, before the first of them attends."""
         n, real = new.key.shape[2], new.real
-        if (self.progress is None or n > 1) and (model := self._model_ref()) is not None:
+        # Without PEFT no model has adapters.
+        reads = "peft" in sys.modules and (self.progress is None or n > 1)
+        if reads and (model := self._model_ref()) is not None:
             self.adapters |= {adapters_digest(model)}
         valid = None if real is None else real.mask
         if (progress := self.progress) is None:

@@ -90,6 +90,7 @@ def model_config(tiny_model: PreTrainedModel) -> SimpleNamespace:
     config = tiny_model.config
     sizes = {"get_head_size": lambda: config.head_dim, "get_vocab_size": lambda: config.vocab_size}
     named = {"model": config.name_or_path, "architecture": "LlamaForCausalLM", "hf_text_config": config}
+    named |= {"hf_config": config, "quantization": None}
     return SimpleNamespace(**named, **sizes, dtype=torch.float32, max_model_len=512)
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from keepset import KeepsetError
 from keepset.lab.analysis.synthetic import agreement, gaussianity, hidden_gaussianity, next_query
 from keepset.methods.gvote import GVote
-from tests.hf.models import ARCHITECTURES, prompt, tiny
+from tests.hf.models import ARCHITECTURES, hooks_on, prompt, tiny
 
 TOKENS = 30
 
@@ -126,7 +126,7 @@ def test_hidden_states_are_the_layer_norms_outputs() -> None:
     for hook in hooks:
         hook.remove()
     assert list(measured) == [0, 1] and len(outputs) == 2
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not hooks_on(model)
     for layer, output in enumerate(outputs):
         distance, _, _ = by_loops(output[0, 4:, 5].double().tolist())
         assert measured[layer].distance[5].item() == pytest.approx(distance, abs=1e-6)

@@ -295,7 +295,7 @@ def test_damaged_documents(name: str, text: str, tmp_path: Path, tokenizer: Any)
     [
         ("niah_single_1", "wonderwords", r"lm-eval\[ruler\]"),
         ("ruler_cwe", "wonderwords", r"lm-eval\[ruler\]"),
-        ("ruler_vt", "lm_eval.tasks.ruler.vt_utils", r"lm-eval\[math\]"),
+        ("ruler_vt", "lm_eval.tasks.ruler.vt_utils", r"lm-eval\[math\].*"),
     ],
 )
 def test_a_missing_package(
