@@ -118,6 +118,7 @@ def test_normal_draws_are_near_others_far_and_too_few_refused() -> None:
 def test_hidden_states_are_the_layer_norms_outputs() -> None:
     model: Any = tiny("llama")
     outputs: list[torch.Tensor] = []
+    others = hooks_on(model)
     hooks = [
         layer.input_layernorm.register_forward_hook(lambda module, args, output: outputs.append(output))
         for layer in model.model.layers
@@ -126,7 +127,7 @@ def test_hidden_states_are_the_layer_norms_outputs() -> None:
     for hook in hooks:
         hook.remove()
     assert list(measured) == [0, 1] and len(outputs) == 2
-    assert not hooks_on(model)
+    assert hooks_on(model) == others
     for layer, output in enumerate(outputs):
         distance, _, _ = by_loops(output[0, 4:, 5].double().tolist())
         assert measured[layer].distance[5].item() == pytest.approx(distance, abs=1e-6)
