@@ -41,6 +41,8 @@ _UNFINISHED = ".unfinished"
 """A folder beside those of owners. No owner can have this name."""
 _ABANDONED = 3600
 """Seconds without a write after which an unfinished file is abandoned."""
+_LOOKS = 20
+"""How often a folder is listed at most while other servers replace versions in it."""
 EVERYBODY = "everybody"
 """The owner of all saved contexts on a server without keys."""
 
@@ -139,7 +141,12 @@ class OwnedContexts:
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     def _files(self) -> list[Path]:
-        return [path for path in self.folder.glob(f"*@*{SUFFIX}") if _VERSION.fullmatch(path.name) and path.is_file()]
+        for _ in range(_LOOKS):
+            listed = {path for path in self.folder.glob(f"*@*{SUFFIX}") if _VERSION.fullmatch(path.name)}
+            files = [path for path in listed if path.is_file()]
+            if all(path.exists() for path in listed.difference(files)):
+                break  # else another server has replaced a version by one that the list may lack
+        return files
 
 
 def _newest(files: Iterable[Path]) -> dict[str, Path]:

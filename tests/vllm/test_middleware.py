@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -483,3 +485,42 @@ def test_a_folder_is_no_context_and_neither_is_a_file_that_goes_while_it_is_read
 
     monkeypatch.setattr(context_files, "entries", gone)
     assert posted(ask, {"context": "manual"}) == (400, "There is no context 'manual' on this server; it has none.")
+
+
+SAVER = """
+import sys, time
+from pathlib import Path
+from keepset.vllm.contexts import EVERYBODY, OwnedContexts
+folder, number, skew, rounds = Path(sys.argv[1]), *map(int, sys.argv[2:])
+now = time.time_ns
+time.time_ns = lambda: now() + skew * 10**9
+mine = OwnedContexts(folder, EVERYBODY)
+for turn in range(rounds):
+    for name in "abcdef":
+        path = mine.unfinished(name)
+        path.write_bytes(b"%d %d" % (number, turn))
+        mine.commit(path, 10**9, ())
+        assert name in mine.newest(), name
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("skews", [(0, -3600), (3600, 0, -3600)], ids=["two", "three"])
+def test_processes_that_save_into_one_folder_lose_nothing(skews: tuple[int, ...], tmp_path: Path) -> None:
+    """Each with a clock of its own. Afterwards who saves last wins, though another's clock is an hour ahead."""
+    (tmp_path / "saved" / ".unfinished").mkdir(parents=True)
+
+    def start(number: int, skew: int, rounds: int) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-c", SAVER, str(tmp_path), str(number), str(skew), str(rounds)]
+        return subprocess.Popen(words)
+
+    together = [start(number, skew, 40) for number, skew in enumerate(skews)]
+    for process in together:
+        assert process.wait(120) == 0
+    kept = served_contexts.OwnedContexts(tmp_path, served_contexts.EVERYBODY)
+    assert sorted(kept.newest()) == list("abcdef")
+    for number, skew in enumerate(skews):
+        assert start(number, skew, 1).wait(120) == 0
+        assert {path.read_bytes() for path in kept.newest().values()} == {b"%d 0" % number}
+    assert set(kept.folder.iterdir()) == set(kept.newest().values())
+    assert not list((tmp_path / "saved" / ".unfinished").iterdir())
