@@ -139,7 +139,8 @@ def _differ(sampled: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
 
 
 def _readable(model: PreTrainedModel) -> dict[str, Tensor]:
-    return {name: w for name, w in weights_of(model).items() if w.is_floating_point() and is_plain(w)}
+    weights = weights_of(model).items()
+    return {name: w for name, w in weights if w.is_floating_point() and is_plain(w) and not w.is_meta}
 
 
 def _few(weight: Tensor) -> Tensor:

@@ -52,7 +52,9 @@ def untied(model: nn.Module) -> dict[str, Tensor]:
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors, seen = dict[str, Tensor](), set[int | str]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        marks = {id(tensor), tied.get(name, name)} if isinstance(tensor, Tensor) and tensor.is_meta else {id(tensor)}
+        marks = (
+            {id(tensor), tied.get(name, name)} if isinstance(tensor, Tensor) and is_elsewhere(tensor) else {id(tensor)}
+        )
         if isinstance(tensor, Tensor) and seen.isdisjoint(marks):
             tensors[name] = tensor
         seen |= marks
@@ -114,6 +116,11 @@ def step_of(weight: Tensor) -> int:
     return max(weight.numel() // _NUMBERS, 1)
 
 
+def is_elsewhere(weight: Tensor) -> bool:
+    """Return whether a tensor only stands for numbers that are kept elsewhere, or nowhere."""
+    return weight.is_meta and type(weight) in (Tensor, nn.Parameter, nn.Buffer)
+
+
 def is_plain(weight: Tensor) -> bool:
     """Return whether a tensor's numbers can be read as they are stored. Those of libraries' own types cannot."""
     return type(weight) in (Tensor, nn.Parameter, nn.Buffer) or not hasattr(weight, "__tensor_flatten__")
@@ -123,7 +130,7 @@ def device_of(module: nn.Module) -> torch.device | None:
     """Return the device on which a module computes, also if its weights are offloaded; None if nothing tells it."""
     for part in module.modules():
         for weight in part.parameters(recurse=False):
-            if not weight.is_meta:
+            if not is_elsewhere(weight):
                 return weight.device
             for hook in _hooks_of(part):
                 if (device := getattr(hook, "execution_device", None)) is not None:
@@ -163,7 +170,7 @@ def _loaded(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     Raises:
         UnsupportedModelError: it is not loaded.
     """
-    if not tensor.is_meta:
+    if not is_elsewhere(tensor):
         return tensor
     whole: nn.Module | None = model
     for path in ("", *_prefixes(name)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -52,6 +53,13 @@ class LazyHostInts:
             for each in unknown:
                 own = each.device_values.numel()
                 vars(each)["host_values"], numbers = numbers[:own], numbers[own:]
+
+
+NAN_NOTICED: ContextVar[list[LazyHostInts] | None] = ContextVar("NAN_NOTICED", default=None)
+"""A list to which `ranked_scores` adds whether any of the scores is NaN; None if nobody asks.
+
+These numbers are on the scores' devices, so the host waits for none of them before it reads one.
+"""
 
 
 @dataclass(eq=False)
@@ -265,7 +273,7 @@ class KeepSet:
             KeepsetError: if a method has kept more or fewer entries than its quotas say.
         """
         heads = [kept.heads for kept in self._layers.values()]
-        LazyHostInts.read([*heads, *beside])
+        LazyHostInts.read([*heads, *beside, *(NAN_NOTICED.get() or ())])
         if any(counts.expected not in (None, sum(counts.host_values)) for counts in heads):
             raise KeepsetError(
                 "A method kept another number of entries than its quotas say: its traits must say that counts come "

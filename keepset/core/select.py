@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.budget import Budget
-from keepset.core.keep_set import LayerKeepSet, LazyHostInts
+from keepset.core.keep_set import NAN_NOTICED, LayerKeepSet, LazyHostInts
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Quotas, Scores
 from keepset.errors import KeepsetError
@@ -30,11 +30,6 @@ NAN_MODEL = (
     "bfloat16."
 )
 _nan_refused: ContextVar[bool] = ContextVar("_nan_refused", default=False)
-NAN_NOTICED: ContextVar[list[LazyHostInts] | None] = ContextVar("NAN_NOTICED", default=None)
-"""A list to which `ranked_scores` adds whether any of the scores is NaN; None if nobody asks.
-
-These numbers are on the scores' devices, so the host waits for none of them before it reads one.
-"""
 
 
 @contextmanager

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import QuantizedEntries
-from keepset.core.keep_set import KeepSet, LayerKeepSet, LazyHostInts
+from keepset.core.keep_set import NAN_NOTICED, KeepSet, LayerKeepSet, LazyHostInts
 from keepset.core.method import forecast_quotas
 from keepset.core.observation import Observation
-from keepset.core.select import NAN_NOTICED
 from keepset.core.traits import FULL_BYTES
 from keepset.defaults import ANSWERED_AT_ONCE, default_recipe
 from keepset.errors import KeepsetError

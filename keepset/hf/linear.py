@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from keepset.contexts.weights import has_adapters_by_request, is_plain
+from keepset.contexts.weights import has_adapters_by_request, is_elsewhere, is_plain
 
 _SAMPLES, _TOLERANCE = 4, 0.05
 """Random inputs by which a module is checked to be linear, and the largest difference of their outputs: activations of
@@ -32,7 +32,12 @@ def matrix_of(module: object, like: Float[Tensor, "*shape"], inputs: int) -> Flo
     if not isinstance(module, nn.Module):
         return None
     weight = getattr(module, "weight", None)
-    if type(module) in (nn.Linear, Conv1D) and isinstance(weight, Tensor) and is_plain(weight) and not weight.is_meta:
+    if (
+        type(module) in (nn.Linear, Conv1D)
+        and isinstance(weight, Tensor)
+        and is_plain(weight)
+        and not is_elsewhere(weight)
+    ):
         # `Conv1D` multiplies from the right, `Linear` from the left.
         matrix = weight.detach() if isinstance(module, Conv1D) else weight.detach().t()
         return matrix if len(matrix) == inputs and matrix.is_floating_point() else None

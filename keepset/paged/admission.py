@@ -125,10 +125,10 @@ class Admission:
             self._courses[name].step = self._step
             self._move(name, self._courses[name])
         # A prompt's blocks are allocated chunk by chunk, but count from the first chunk on.
-        missing = sum(
-            self._blocks(self._courses[name].schedule, None, prompt, prompt, 1)[0] - held(name)
-            for name, prompt in self._prompts.items()
-        )
+        missing = 0
+        for name, prompt in self._prompts.items():
+            course = self._courses[name]
+            missing += int(self._blocks(course.schedule, course.most, prompt, prompt, 1)[0]) - held(name)
         steps = self._steps_until_compressed(tokens)
         newcomer = np.full(self._reach, needed, dtype=np.int64)
         compressed = self._blocks(schedule, most, tokens, tokens, 1)[0]

@@ -371,6 +371,8 @@ class Walk:
         ids, positions = self._ids(rows, n, None), torch.arange(first, first + n).expand(rows, -1)
         inputs = dict(position_ids=positions, past_key_values=branch.cache, use_cache=True)
         mask = torch.ones(rows, covered, dtype=torch.long)
+        if kind == "positions again":
+            mask[:, :columns] = branch.valid
         return self._refusal(kind, branch, lambda: self.model(ids, attention_mask=mask, **inputs), words)
 
     def _another_text(self, branch: Branch) -> None:
