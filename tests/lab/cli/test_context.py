@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 import keepset
+from keepset.contexts import file as context_files
 from keepset.lab.cli.grid import sanitize
 from keepset.lab.texts import chat_parts
 from tests.hf.models import generate, hooks_on
@@ -129,7 +130,8 @@ def test_a_text_and_a_question_from_standard_input(
     assert run(*BUILD).code == 0
     piped = ("context", "build", "--text", "-", "--out", "piped", "--recipe", RECIPE)
     assert given(text.read_bytes(), *piped).code == 0
-    assert Path("piped").stat().st_size == Path("saved").stat().st_size
+    held = [context_files.contents(Path(name)) for name in ("piped", "saved")]
+    assert held[0].text == held[1].text and held[0].header == held[1].header
     answers = [given(b"Why?\n", "context", "ask", "saved", said, "--output-tokens", "3").out for said in ("-", "Why?")]
     assert answers[0] == answers[1]
     for content, because in (
