@@ -538,18 +538,17 @@ def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
         raise KeepsetError(f"The cache holds {int(held)} tokens and the input has no more: {OTHER_PROMPT}.")
     padding, end = arguments.get("attention_mask"), int(held) + new
     if padding is not None and padding.shape[-1] < end:  # before any layer has stored a token
-        check_width(padding, end)
+        raise narrow_mask(padding, end)
     return MaskRule(arguments)
 
 
-def check_width(mask: Tensor | None, end: int) -> None:
-    """Refuse a mask of fewer tokens than the `end` of cache and input."""
-    if mask is not None and mask.shape[-1] < end:
-        raise KeepsetError(
-            f"The attention mask covers {mask.shape[-1]} tokens but the cache and the input are {end}: "
-            f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "
-            "that is not empty is not supported."
-        )
+def narrow_mask(mask: Tensor, end: int) -> KeepsetError:
+    """Return the error for a mask of fewer tokens than the `end` of cache and input."""
+    return KeepsetError(
+        f"The attention mask covers {mask.shape[-1]} tokens but the cache and the input are {end}: "
+        f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "
+        "that is not empty is not supported."
+    )
 
 
 _UNSUPPORTED = {"position_bias": "additive position biases", "block_indices": "selection of blocks of keys"}

@@ -9,21 +9,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 
 class DecoderCall(NamedTuple):
-    """The arguments of a decoder's call, as a hook sees them."""
+    """The arguments of a call of a model or of its decoder, as a hook sees them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
+    def ids(self) -> Int[Tensor, "batch n"] | None:
+        """Return the token ids that are fed; None if there are none."""
+        return self.kwargs.get("input_ids", self.args[0] if self.args else None)
+
+    @property
+    def inputs(self) -> Shaped[Tensor, "batch n *hidden"] | None:
+        """Return the embeddings that are fed, or else the token ids."""
+        embeddings = self.kwargs.get("inputs_embeds")
+        return self.ids if embeddings is None else embeddings
+
+    @property
     def tokens(self) -> int:
         """Return how many tokens of each request are fed."""
-        inputs = self.kwargs.get("inputs_embeds")
-        inputs = self.kwargs.get("input_ids", self.args[0] if self.args else None) if inputs is None else inputs
+        inputs = self.inputs
         return 0 if inputs is None else inputs.shape[1]
 
     @property

@@ -21,6 +21,7 @@ from keepset.core.budget import Ranges, runs
 from keepset.core.features.runtime_features import Perplexity
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionInput
+from keepset.hf.forwards import DecoderCall
 from keepset.hf.layer_input import LayerInput, ModuleCall, cos_and_sin
 
 
@@ -217,7 +218,7 @@ class PerplexityHooks(ModelHooks):
         if kwargs.get("past_key_values") is not self._past():
             return None
         self.watching = True
-        self._ids = kwargs.get("input_ids", args[0] if args else None)
+        self._ids = DecoderCall(args, kwargs).ids
         if self._ids is None:
             raise KeepsetError("Embeddings have no perplexity, which this recipe looks at: give token ids.")
         self._wanted = kwargs.get("logits_to_keep", 0)
@@ -329,7 +330,7 @@ class ImageHooks(ModelHooks):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("past_key_values") is self._past():
-            self._ids = kwargs.get("input_ids", args[0] if args else None)
+            self._ids = DecoderCall(args, kwargs).ids
 
     def _leave(self, *_: Any) -> None:
         self._ids = None

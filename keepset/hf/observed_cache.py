@@ -31,7 +31,7 @@ from keepset.hf.attention import (
     SWITCHING,
     AttentionInput,
     CachedTokens,
-    check_width,
+    narrow_mask,
     set_pending_attention,
     uncompiled,
     without_autocast,
@@ -235,12 +235,11 @@ class ObservedCache(EditableCache, KnowsText):
             self._check_length(self.progress.logical, self.progress.logical + call.tokens)
         if self._has_states:
             self._check_padding(call)
+            self._is_changed = True
         # Of a call that was refused or interrupted.
         self._attending = False
         if self._hooks is not None:
             self._hooks.forget()
-        if self._has_states:
-            self._is_changed = True
 
     def end_forward(self) -> None:
         self._in_forward = False
@@ -270,8 +269,12 @@ class ObservedCache(EditableCache, KnowsText):
     def _check_padding(self, call: DecoderCall) -> None:
         """Refuse padding behind tokens, which would change states, and a mask that is too short to tell it."""
         mask, tokens = call.mask, call.tokens
-        check_width(mask, tokens + (0 if self.progress is None else self.progress.logical))
-        if mask is None or tokens < 2:  # one token is no padding
+        if mask is None:
+            return
+        end = tokens + (0 if self.progress is None else self.progress.logical)
+        if mask.shape[-1] < end:
+            raise narrow_mask(mask, end)
+        if tokens < 2:  # one token is no padding
             return
         new = mask[:, -tokens:].bool()
         began = new.cumsum(-1) > 0

@@ -24,6 +24,7 @@ from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
 from keepset.hf.attention import AttentionInput, by_group, set_pending_attention
 from keepset.hf.autocast import Autocast, resumed
+from keepset.hf.forwards import DecoderCall
 from keepset.hf.hooks import ModelHooks, before_calls, is_rotary
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import LogicalLayer
@@ -189,10 +190,7 @@ class SecondPasses(ModelHooks):
         before = 0 if past.progress is None else past.progress.logical
         while sum(part.shape[1] for part in self._inputs) > before:  # of a call that was refused
             self._inputs, self._axes = self._inputs[:-1], self._axes[:-1]
-        inputs = kwargs.get("inputs_embeds")
-        if inputs is None:
-            inputs = kwargs.get("input_ids", args[0] if args else None)
-        if inputs is not None:
+        if (inputs := DecoderCall(args, kwargs).inputs) is not None:
             self._inputs = [*self._inputs, inputs.detach()]
             at = kwargs.get("position_ids")
             if isinstance(at, Tensor) and at.ndim == 3 and len(at) > 1:  # several axes, as images have (M-RoPE)

@@ -23,7 +23,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from keepset.errors import KeepsetError
 from keepset.paged.contexts import ContextPlacement
-from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage
 from keepset.vllm.context_transfer import ContextLoader, ContextSaver, LoadJob, SaveJob, at_rest
@@ -310,7 +309,7 @@ class ContextConnector(BlockCountConnector):
         blocks = [block.block_id for block in self._manager.req_to_blocks[name]]
         model, tokens = self._vllm_config.model_config.model, list(request.all_token_ids[:length])
         path = self._saves[name][1]
-        rests = Recipe.parse(at_rest(recipe, length > request.num_prompt_tokens))
+        rests = at_rest(recipe, length > request.num_prompt_tokens)
         next_event = None
         if rests.schedule.every is not None:  # the count goes on, but the file has no queries that were recorded
             due = self._manager.next_event(request, length)

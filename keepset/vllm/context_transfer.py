@@ -173,7 +173,7 @@ class ContextLoader:
         self._done.add(job.request)
 
 
-def at_rest(recipe: str | None, answered: bool) -> str:
+def at_rest(recipe: str | None, answered: bool) -> Recipe:
     """Return the recipe of a saved file: all tokens so far count as its prompt, at whose end nothing is compressed.
 
     Args:
@@ -181,10 +181,10 @@ def at_rest(recipe: str | None, answered: bool) -> str:
         answered: whether they include tokens of an answer, which `protect_prompt` does not cover.
     """
     if recipe is None:
-        return "streaming_llm(keep=1.0)"
+        return Recipe.parse("streaming_llm(keep=1.0)")
     parsed = Recipe.parse(recipe)
     budget = replace(parsed.budget, protect_prompt=parsed.budget.protect_prompt and not answered)
-    return str(replace(parsed, budget=budget, schedule=Schedule(every=parsed.schedule.every)))
+    return replace(parsed, budget=budget, schedule=Schedule(every=parsed.schedule.every))
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def _continuation(asked: int | None, question: str | None, decode: bool, generat
 
 def _needle(text: Path | None, question: str | None, answer: str | None, decode: bool) -> Needle | None:
     """Return what is asked: the user's question about a text, or a question about a fact hidden in an essay."""
-    given_text("--answer", answer)
+    answer = given_text("--answer", answer)
     if (question is None) != (answer is None):
         raise KeepsetError(
             "A question needs an answer, and an answer a question: give both --question and --answer, or neither."
