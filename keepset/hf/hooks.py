@@ -5,10 +5,12 @@ Some of them find the images of a prompt, and keep the positions that a model gi
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -20,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from keepset.core.budget import Ranges, runs
 from keepset.core.features.runtime_features import Perplexity
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import AttentionInput
+from keepset.hf.attention import AttentionInput, uncompiled
 from keepset.hf.forwards import DecoderCall
 from keepset.hf.layer_input import LayerInput, ModuleCall, cos_and_sin
 
@@ -45,9 +47,10 @@ class ModelHooks(ABC):
 
     def open(self) -> None:
         """Install the hooks unless they are installed."""
+        _removals.catch_up()
         model = self._model()
         if self._removal is None and model is not None:
-            self._removal = weakref.finalize(self, _remove, list(self._installed(model)))
+            self._removal = weakref.finalize(self, _removals.remove, list(self._installed(model)))
 
     def close(self) -> None:
         """Remove the hooks and forget what they saw."""
@@ -87,6 +90,7 @@ def _weakly(method: Callable[..., Any], count: int) -> Callable[..., Any]:
     """Return a hook that passes `count` arguments on to the method while its object lives."""
     reference = weakref.WeakMethod(method)
 
+    @uncompiled
     def hook(*args: Any) -> Any:
         alive = reference()
         return None if alive is None or len(args) < count else alive(*args)
@@ -94,9 +98,35 @@ def _weakly(method: Callable[..., Any], count: int) -> Callable[..., Any]:
     return hook
 
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+class _Removals:
+    """Removes hooks, but not while garbage is collected.
+
+    A collection can begin while PyTorch goes through a module's hooks, which must not change then. What it deletes
+    waits for the next hooks that are opened. Until then its hooks find that their object is gone, and do nothing.
+    """
+
+    def __init__(self) -> None:
+        self._collecting = False
+        self._waiting: deque[list[RemovableHandle]] = deque()
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        self._collecting = phase == "start"
+
+    def remove(self, handles: list[RemovableHandle]) -> None:
+        """Remove hooks now, or later if garbage is being collected."""
+        self._waiting.append(handles)
+        if not self._collecting:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Remove the hooks that wait."""
+        while self._waiting:
+            for handle in self._waiting.popleft():
+                handle.remove()
+
+
+_removals = _Removals()
 
 
 class _Calls(threading.local):

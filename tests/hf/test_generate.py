@@ -247,6 +247,22 @@ def test_hooks_go_with_the_prompt_or_with_the_cache(recipe: Any, stays: bool) ->
         assert hooks_on(model) == before
 
 
+@torch.no_grad()
+def test_a_collection_of_garbage_removes_no_hook() -> None:
+    """It may begin while PyTorch goes through a module's hooks. The next cache removes them."""
+    model = copy.deepcopy(tiny("llama"))
+    before, past = hooks_on(model), keepset.Cache(model, "expected_attention(future=16, keep=12)")
+    installed, cycle = hooks_on(model) - before, [past]
+    cycle.append(cycle)
+    reference = weakref.ref(past)
+    del past, cycle
+    gc.collect()
+    assert reference() is None and hooks_on(model) == before + installed > before
+    past = keepset.Cache(model, "expected_attention(future=16, keep=12)")
+    assert hooks_on(model) == before + installed
+    generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+
+
 # --- other ways to call `generate`
 
 

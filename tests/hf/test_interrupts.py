@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,15 +28,6 @@ RECIPES = [
 ]
 MODELS = ["llama_deep", "gemma3", "lfm2", *HYBRIDS]
 ENDED = "ended before its last layer"
-
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """An error's traceback may hold a cache in a cycle, and PyTorch takes no removal of a hook while it runs hooks."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Stop(KeyboardInterrupt):
