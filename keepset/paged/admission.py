@@ -88,11 +88,21 @@ class Admission:
             self._courses[name] = course = _Course(prompt, length, self._step, own or self._schedule, most)
             self._add(name, course)
             return
+        self.go_on(name, length)
+
+    def go_on(self, name: str, length: int) -> None:
+        """Note that a running request is scheduled again.
+
+        Args:
+            name: the engine's name of the request.
+            length: tokens that were processed.
+        """
+        course = self._courses[name]
         if course.step == self._step and length > course.length:
             self._advance()
         course.length, course.step = length, self._step
         self._courses.move_to_end(name)
-        if self._prompts and length >= prompt:
+        if self._prompts and length >= course.prompt:
             self._prompts.pop(name, None)
         if length != course.base + self._step:
             self._move(name, course)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from keepset.kernels import page_layout
 from keepset.kernels.page_layout import EntriesInPages, PageGroup, PageLayout
 from keepset.kernels.paged import shift_step
+from keepset.paged.courses import StepCourses
 from keepset.paged.eviction import EventPages, EvictionSchedule, OccupiedPages, PageAssignment
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
@@ -37,11 +39,12 @@ class BlockTables(ABC):
         return request.after_context or schedule.was_compressed(request.prompt, request.before)
 
     @abstractmethod
-    def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
+    def place_step(self, batch: StepBatch, courses: StepCourses, plan: StepPlan, eventful: bool) -> None:
         """Place a step's tokens: alter the slot mapping, and give attention the entries' blocks.
 
         Args:
             batch: the step.
+            courses: what is known of its requests.
             plan: its plan, to which `shifted` or `ragged` is added.
             eventful: whether an event follows the step.
 
@@ -121,19 +124,21 @@ class EqualHeadTables(BlockTables):
         super().__init__(schedule)
         self._group, self._max_requests = group, max_requests
         self._shifted: tuple[Tensor, Tensor] | None = None
+        self._dropped: tuple[np.ndarray, Tensor] | None = None
 
-    def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
+    def place_step(self, batch: StepBatch, courses: StepCourses, plan: StepPlan, eventful: bool) -> None:
         rows, width = batch.block_table.shape
-        dropped = [0] * rows
-        for request in batch.requests:
-            dropped[request.row] = self.schedule_of(request).dropped(request.prompt, request.before)
+        dropped = np.zeros(rows, dtype=np.int64)
+        dropped[batch.rows.row] = courses.dropped
+        if self._dropped is None or not np.array_equal(self._dropped[0], dropped):
+            self._dropped = dropped, batch.tensor(dropped)
         if self._shifted is None:
             most = max(rows, self._max_requests)
             self._shifted = batch.block_table.new_zeros(most, width), batch.seq_lens.new_zeros(most)
         table, lengths = (each[:rows] for each in self._shifted)
-        step = batch.block_table, batch.seq_lens, batch.query_start_loc, batch.tensor(dropped), batch.slot_mapping
+        step = batch.block_table, batch.seq_lens, batch.query_start_loc, self._dropped[1], batch.slot_mapping
         shift_step(*step, self.schedule.block_size, table, lengths)
-        longest = max((request.after - dropped[request.row] for request in batch.requests), default=None)
+        longest = int((batch.rows.after - courses.dropped).max()) if batch.requests else None
         plan.shifted = ShiftedBatch(table, lengths, longest, dropped)
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:

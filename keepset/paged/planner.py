@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables, EqualHeadTables
+from keepset.paged.courses import RequestCourses
 from keepset.paged.engine import EngineSize
 from keepset.paged.eviction import EvictionEvent, EvictionSchedule, batches_of_similar_length
 from keepset.paged.layout_table import EmptiedBlocks
@@ -65,6 +66,7 @@ class Planner:
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
         self.requests = RequestTable(schedule.block_size, size)
         self._recording_plan = RecordingPlanner(schedule, recording, len(layers), self.requests)
+        self._courses = RequestCourses(schedule, self._recording_plan.quiet_until)
         group = PageGroup(range(len(layers)), len(layers), size.blocks)
         self.tables: BlockTables
         if schedule.ragged:
@@ -111,16 +113,18 @@ class Planner:
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
             batch = self.requests.with_overrides(batch)
-            self._recording_plan.plan(batch, plan, self.tables.entries)
-        due = list(self._due(batch))
-        self.tables.place_step(batch, plan, bool(due))
+        courses = self._courses.follow(batch.rows)
+        if batch.requests:
+            self._recording_plan.plan(batch, courses.active, plan, self.tables.entries)
+        due = list(self._due(courses.active)) if courses.active else []
+        self.tables.place_step(batch, courses, plan, bool(due))
         plan.events = [self._event(batch, kind, requests) for kind, requests in due]
         return plan
 
-    def _due(self, batch: StepBatch) -> Iterator[tuple[_EventKind, list[ScheduledRequest]]]:
+    def _due(self, active: Sequence[ScheduledRequest]) -> Iterator[tuple[_EventKind, list[ScheduledRequest]]]:
         """Yield requests that are compressed together after the step."""
         kinds: defaultdict[_EventKind, list[ScheduledRequest]] = defaultdict(list)
-        for request in batch.requests:
+        for request in active:
             schedule = self.tables.schedule_of(request)
             if at := schedule.due(request.prompt, request.before, request.after):
                 compressed, newer = self.tables.was_compressed(request), request.after - at

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -16,6 +17,7 @@ from keepset.kernels import page_layout
 from keepset.kernels.dispatch import AsyncHostCopy
 from keepset.kernels.page_layout import EntriesInPages, FiledLayouts, PagedTokens, PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables
+from keepset.paged.courses import StepCourses
 from keepset.paged.engine import EngineSize
 from keepset.paged.eviction import EventPages, EvictionSchedule, OccupiedPages, PageAssignment
 from keepset.paged.layout_table import EmptiedBlocks, LayoutTable
@@ -143,19 +145,16 @@ class RaggedHeadTables(BlockTables):
         self._table.file(page, layout)
         self._is_steady = False
 
-    def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
+    def place_step(self, batch: StepBatch, courses: StepCourses, plan: StepPlan, eventful: bool) -> None:
         if not batch.requests:
             if self._size.replays and batch.max_query_len == 1:
                 filled, width = batch.block_table.shape
                 plan.ragged = self._captured(self._each_row(batch, filled, width * self.schedule.block_size))
             return
-        compressed = [self.was_compressed(request) for request in batch.requests]
+        rows, compressed = batch.rows, courses.compressed
         tokens, others = self._tokens(batch, compressed)
-        known = [
-            (request.before, request.after, int(must)) for request, must in zip(batch.requests, compressed, strict=True)
-        ]
-        before, after, required = batch.tensor(list(zip(*known, strict=True)))
-        table, needed = batch.block_table[: len(known)], eventful or plan.reads_entries
+        before, after, required = batch.tensor(np.stack((rows.before, rows.after, compressed))).unbind()
+        table, needed = batch.block_table[: len(rows)], eventful or plan.reads_entries
         step = self.follow(table, before, after, required, tokens, others, eventful, needed)
         if step is not None and step.tokens is not None:
             plan.ragged = step
@@ -293,36 +292,32 @@ class RaggedHeadTables(BlockTables):
         old, new = (block_table[rows, (tokens - 1) // self.schedule.block_size] for tokens in (before, after))
         return bool(((old == new) & (new == self.step.pages) & (before == self.step.lengths)).all())
 
-    def _tokens(self, batch: StepBatch, compressed: list[bool]) -> tuple[PagedTokens | None, bool]:
+    def _tokens(self, batch: StepBatch, compressed: np.ndarray) -> tuple[PagedTokens | None, bool]:
         """Return the tokens that are written and attended to by the layout, and whether there are others."""
-        requests = batch.requests
-        longest = max(request.after for request in requests)
-        single = all(request.end_query - request.first_query == 1 for request in requests)
-        if single and (self._size.replays or any(compressed)):
-            return self._each_row(batch, len(requests), longest), False
-        if not any(compressed):
+        rows, some = batch.rows, bool(compressed.any())
+        new, longest = rows.end_query - rows.first_query, int(rows.after.max())
+        if (some or self._size.replays) and (new == 1).all():
+            return self._each_row(batch, len(rows), longest), False
+        if not some:
             return None, True
-        several = [
-            (request.first_query + i, request.row, request.before + i + 1)
-            for request, before in zip(requests, compressed, strict=True)
-            for i in range(request.end_query - request.first_query if before else 0)
-        ]
-        places, rows, lengths = batch.tensor(list(zip(*several, strict=True))).unbind()
-        return PagedTokens(batch.block_table, lengths, longest, places, rows), not all(compressed)
+        request = np.repeat(np.arange(len(rows)), new * compressed)
+        nth = np.arange(len(request)) - np.repeat(np.cumsum(new * compressed) - new * compressed, new * compressed)
+        several = rows.first_query[request] + nth, rows.row[request], rows.before[request] + nth + 1
+        places, at, lengths = batch.tensor(np.stack(several)).unbind()
+        return PagedTokens(batch.block_table, lengths, longest, places, at), not compressed.all()
 
     def _each_row(self, batch: StepBatch, rows: int, longest: int) -> PagedTokens:
         """Return one token of each of the first rows."""
         return PagedTokens(batch.block_table, batch.seq_lens[:rows], longest, slots=batch.slot_mapping[:rows])
 
-    def _hide(self, batch: StepBatch, plan: StepPlan, tokens: PagedTokens, compressed: list[bool]) -> None:
+    def _hide(self, batch: StepBatch, plan: StepPlan, tokens: PagedTokens, compressed: np.ndarray) -> None:
         """Mask these tokens' slots for the engine, and shorten their lengths for its kernel, which cannot skip them."""
         assert tokens.places is not None
         batch.slot_mapping.index_fill_(0, tokens.places, _NO_SLOT)
-        dropped = [0] * batch.block_table.shape[0]
-        for request, before in zip(batch.requests, compressed, strict=True):
-            dropped[request.row] = request.before if before else 0
+        rows, dropped = batch.rows, np.zeros(len(batch.block_table), dtype=np.int64)
+        dropped[rows.row] = rows.before * compressed
         lengths = batch.seq_lens - batch.tensor(dropped).to(batch.seq_lens)
-        longest = max(request.after - dropped[request.row] for request in batch.requests)
+        longest = int((rows.after - dropped[rows.row]).max())
         plan.shifted = ShiftedBatch(batch.block_table, lengths, longest, dropped)
 
 

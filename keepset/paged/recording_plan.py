@@ -237,6 +237,9 @@ class _Window(NamedTuple):
     begins: int
 
 
+_NEVER = 1 << 62
+
+
 class RecordingPlanner:
     """Plans which queries the layers of a group record.
 
@@ -257,23 +260,48 @@ class RecordingPlanner:
         self._by_row: dict[int, QueryRecord] = {}
         self._ended: list[QueryRecord] = []
 
-    def plan(self, batch: StepBatch, plan: StepPlan, entries: LocateEntries) -> None:
+    def quiet_until(self, schedule: EvictionSchedule, prompt: int, before: int) -> int:
+        """Return up to how many tokens a step may lead a request so that nothing of it is recorded.
+
+        Args:
+            schedule: when the request is compressed.
+            prompt: tokens of its prompt.
+            before: its tokens before the step. There is no event up to the returned number.
+        """
+        event = schedule.next_event(prompt, before)
+        if not self._records or event is None:
+            return _NEVER
+        if self._collects and before < prompt:
+            return before
+        return min(event - 1, self._begins(prompt, event))
+
+    def plan(
+        self, batch: StepBatch, active: Sequence[ScheduledRequest], plan: StepPlan, entries: LocateEntries
+    ) -> None:
         """Add to a step's plan the queries and prompts that later events look at.
 
         Args:
             batch: the step.
+            active: those of its requests that may be recorded.
             plan: its plan.
             entries: says where entries lie.
         """
         if not self._records:
             return
-        recorded = [(request, self._windows(request)) for request in batch.requests]
+        self._table.close_records(self._ended)  # their events have been executed by now
+        self._by_row, self._ended = {}, []
+        if active:
+            self._record(batch, active, plan, entries)
+
+    def _record(
+        self, batch: StepBatch, active: Sequence[ScheduledRequest], plan: StepPlan, entries: LocateEntries
+    ) -> None:
+        recorded = [(request, self._windows(request)) for request in active]
         recorded = [(request, windows) for request, windows in recorded if windows or self._is_collected(request)]
         starts = {one.row: max(one.before, windows[0].begins if windows else 0) for one, windows in recorded}
         leading = {one.row: pages for one, _ in recorded if (pages := self._may_share(one))}
-        self._table.close_records(self._ended)  # their events have been executed by now
-        step, self._by_row, self._ended = StepRecording(batch, self._recording, entries), {}, []
-        records, opening = self._table.records(batch, starts, leading)
+        step = StepRecording(batch, self._recording, entries)
+        records, opening = self._table.records(batch, [request for request, _ in recorded], starts, leading)
         for (request, windows), record in zip(recorded, records, strict=True):
             self._by_row[request.row] = record
             self._note_shared(request, record, opening)

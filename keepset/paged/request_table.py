@@ -94,7 +94,7 @@ class RequestTable:
     def with_overrides(self, batch: StepBatch) -> StepBatch:
         """Return the batch of a new step with the overrides of its requests."""
         self._moved = {}
-        if not any(state.overrides for state in self._states.values()):
+        if not [state for state in self._states.values() if state.overrides]:
             return batch
         self._move(batch, batch.requests)
         return replace(batch, requests=[self._with_overrides(request) for request in batch.requests])
@@ -107,19 +107,23 @@ class RequestTable:
         return replace(request, prompt=prompt, after_context=known.after_context, own=known.own)
 
     def records(
-        self, batch: StepBatch, starts: Mapping[int, int], leading: Mapping[int, int]
+        self,
+        batch: StepBatch,
+        recorded: Sequence[ScheduledRequest],
+        starts: Mapping[int, int],
+        leading: Mapping[int, int],
     ) -> tuple[list[QueryRecord], dict[int, list[int]]]:
         """Return the records of some requests; a new record for those that have none.
 
         Args:
             batch: the step, as `with_overrides` returned it.
+            recorded: the requests.
             starts: for each request's row the position from which on it is recorded now.
             leading: for some of these rows, how many leading pages are asked for.
 
         Returns:
-            The records, in the order of the batch, and the leading pages by row.
+            The records, in the order of the requests, and the leading pages by row.
         """
-        recorded = [request for request in batch.requests if request.row in starts]
         pages = self._move(batch, recorded, leading)
         records = []
         for request in recorded:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -41,6 +43,46 @@ class ScheduledRequest:
     own: EvictionSchedule | None = None
 
 
+class RequestRows(Sequence[ScheduledRequest]):
+    """The requests of a step as columns of numbers. A request becomes an object when it is asked for.
+
+    Args:
+        numbers: the first six fields of `ScheduledRequest`, `[6, requests]`.
+        given: the requests themselves, if they are objects already.
+
+    Attributes:
+        row, first_query, end_query, prompt, before, after: the columns, `[requests]`.
+    """
+
+    def __init__(self, numbers: np.ndarray, given: Sequence[ScheduledRequest] | None = None) -> None:
+        self._numbers, self._given = numbers, given
+        self.row, self.first_query, self.end_query, self.prompt, self.before, self.after = numbers
+
+    @classmethod
+    def of(cls, requests: Sequence[ScheduledRequest]) -> RequestRows:
+        """Return requests with their columns."""
+        if isinstance(requests, RequestRows):
+            return requests
+        numbers = np.array([astuple(request)[:6] for request in requests], dtype=np.int64)
+        return cls(numbers.reshape(-1, 6).T, requests)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledRequest: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ScheduledRequest]: ...
+
+    def __getitem__(self, index: int | slice) -> ScheduledRequest | Sequence[ScheduledRequest]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if self._given is not None:
+            return self._given[index]
+        return ScheduledRequest(*self._numbers[:, index].tolist())
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """One step of layers that share block tables, as the engine sees it, without compression.
@@ -61,7 +103,12 @@ class StepBatch:
     query_start_loc: Int[Tensor, " rows_plus_1"]
     max_query_len: int
 
-    def tensor(self, values: Sequence[Any]) -> Tensor:
+    @cached_property
+    def rows(self) -> RequestRows:
+        """The requests with their columns."""
+        return RequestRows.of(self.requests)
+
+    def tensor(self, values: Sequence[Any] | np.ndarray) -> Tensor:
         """Return integers on the batch's device; a GPU copies them out of pinned memory, without a host sync."""
         on_host, device = torch.tensor(values, dtype=torch.int64), self.block_table.device
         return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
@@ -81,7 +128,7 @@ class ShiftedBatch:
     block_table: Int[Tensor, "rows width"]
     seq_lens: Int[Tensor, " rows"]
     max_seq_len: int | None
-    dropped: list[int]
+    dropped: np.ndarray
 
 
 @dataclass

@@ -24,6 +24,7 @@ from hashlib import sha256
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention, MLAAttention
@@ -157,7 +158,7 @@ class PromptLengths:
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
 
-    def of(self, metadata: CommonAttentionMetadata) -> list[int]:
+    def of(self, metadata: CommonAttentionMetadata) -> np.ndarray:
         """Return the tokens of each row's prompt; 0 for rows of a dummy run, and for padding.
 
         Raises:
@@ -167,24 +168,24 @@ class PromptLengths:
         any_at_prompt = at_prompt is None or bool(at_prompt.any())
         if lengths is None:
             if not any_at_prompt:
-                return [0] * rows
+                return np.zeros(rows, dtype=np.int64)
             raise UnsupportedEngineError(
                 "This vLLM does not give prompt lengths where keepset looks for them: use a supported version."
             )
         if lengths.device.type == "cpu" or metadata.req_idx is None:
-            known = lengths[:rows].tolist()
+            known = lengths[:rows].numpy()
         else:
             requests = metadata.req_idx[:rows].tolist()
             if any_at_prompt or not self._known.keys() >= set(requests):
                 self._known.update(zip(requests, lengths[: len(requests)].tolist(), strict=True))
-            known = [self._known[request] for request in requests]
-        return known + [0] * (rows - len(known))
+            known = np.array([self._known[request] for request in requests], dtype=np.int64)
+        return np.pad(known, (0, rows - len(known)))
 
 
-def lengths_on_host(metadata: CommonAttentionMetadata) -> list[int]:
+def lengths_on_host(metadata: CommonAttentionMetadata) -> np.ndarray:
     """Return the tokens of each row after the step: the runner's upper bound, exact without speculative decoding."""
     bound = metadata.seq_lens_cpu_upper_bound
-    return (metadata.seq_lens if bound is None else bound)[: metadata.num_reqs].tolist()
+    return (metadata.seq_lens if bound is None else bound)[: metadata.num_reqs].cpu().numpy()
 
 
 def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:

@@ -9,8 +9,10 @@ a request gets its first page a step before it begins, and the message names thi
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -98,6 +100,8 @@ class KnownRequest:
         has_own: whether the request has its own recipe, and not the engine's.
         ticket: the front end's ticket for it; "" if it has none.
         denied: whether its options cannot be granted, so that it ends with an error.
+        next_event: the first event in any group of layers after the step before; infinite if there is none.
+        preemptions: how often the request had been preempted when that was known: then its events come again.
     """
 
     request: Request
@@ -105,6 +109,8 @@ class KnownRequest:
     has_own: bool = False
     ticket: str = ""
     denied: bool = False
+    next_event: float = 0
+    preemptions: int = 0
 
 
 def images_of(request: Request) -> Ranges | None:
@@ -288,20 +294,30 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the step's message to the workers: which requests reach an event, begin or have ended."""
         ended = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         # A request that could have begun but has not gives its block back and waits without one.
-        late = {name for name in self._waiting if self._managers[0].is_reserved(name)}
-        for manager in self._managers:
+        managers = self._managers
+        late = {name for name in self._waiting if managers[0].is_reserved(name)}
+        for manager in managers:
             for name in late:
                 manager.withdraw(name)
         expected = StepMessage(begin=self._beginning, ended=ended | late, refused=self._refused)
         self._waiting, self._beginning, self._refused = set(self._beginning), {}, set()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self._known[name].request
+            known = self._known[name]
+            request = known.request
             before, after = request.num_computed_tokens, request.num_computed_tokens + tokens
-            for group, manager in enumerate(self._managers):
-                if manager.due(request, before, after):
-                    page = manager.req_to_blocks[name][(after - 1) // manager.block_size].block_id
-                    expected.keys[page] = (name, request.num_preemptions, group)
+            if after >= known.next_event or request.num_preemptions != known.preemptions:
+                self._expect_events(request, before, after, expected)
+                events = [manager.next_event(request, after) for manager in managers]
+                known.next_event = min((event for event in events if event is not None), default=math.inf)
+                known.preemptions = request.num_preemptions
         return expected
+
+    def _expect_events(self, request: Request, before: int, after: int, expected: StepMessage) -> None:
+        """Add the events that a step brings due for a request to the message to the workers."""
+        for group, manager in enumerate(self._managers):
+            if manager.due(request, before, after):
+                page = manager.req_to_blocks[request.request_id][(after - 1) // manager.block_size].block_id
+                expected.keys[page] = (request.request_id, request.num_preemptions, group)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Free emptied blocks, unless the request has ended or was preempted since, so that its blocks are gone."""
@@ -320,7 +336,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             manager.forget(request.request_id)
         return False, None
 
-    @property
+    @cached_property
     def _managers(self) -> list[KeepManager]:
         """The managers of the groups of compressed layers."""
         assert self._kv_cache_manager is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,17 +33,19 @@ class RunningRequest:
     Attributes:
         prompt, length: tokens of its prompt, and tokens that were processed.
         schedule: the schedule of its events.
-        next_release: number of tokens from which on blocks can be freed; None if there never are any.
+        next_release: number of tokens from which on blocks can be freed; infinite if there never are any.
         freed: number of freed blocks.
         is_hidden: whether other requests cannot find the blocks of its answer.
+        is_offered: whether other requests have been offered all blocks that they may share.
     """
 
     prompt: int
     length: int
     schedule: EvictionSchedule
-    next_release: int | None = 0
+    next_release: float = 0
     freed: int = 0
     is_hidden: bool = False
+    is_offered: bool = False
 
 
 class OwnSchedule(NamedTuple):
@@ -167,6 +170,11 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         if num_prompt_tokens is None:
             return
         known = self._requests.get(request_id)
+        if known is not None and processed_computed_tokens < known.next_release and num_prompt_tokens == known.prompt:
+            known.length = processed_computed_tokens
+            if self._admission is not None:
+                self._admission.go_on(request_id, known.length)
+            return
         if known is None:
             known = RunningRequest(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
             if request_id not in self.req_to_blocks:  # it does not run until it gets blocks
@@ -180,9 +188,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         known.length, schedule = processed_computed_tokens, known.schedule
         if self._admission is not None:
             self._admission.update(request_id, known.prompt, known.length, schedule, self._most.get(request_id))
-        if known.next_release is not None and known.length >= known.next_release:
+        if known.length >= known.next_release:
             self.release(request_id, schedule.freed(known.prompt, known.length))
-            known.next_release = schedule.next_event(known.prompt, known.length)
+            event = schedule.next_event(known.prompt, known.length)
+            known.next_release = math.inf if event is None else event
 
     def release(self, request_id: str, blocks: int) -> None:
         if blocks > 0:
@@ -194,6 +203,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Return how many blocks a request needs. A waiting request also needs room for the growth of running ones."""
+        if request_id in self._requests:  # vLLM's answer, sooner: a running request only grows
+            return max(-(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id]), 0)
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
         own = self._own.get(request_id)
@@ -203,8 +214,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         held, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
         return self._admission.required_blocks(num_tokens, needed, held, schedule, self._most.get(request_id))
 
-    def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """Allocate blocks as vLLM does, after the reserved one; from now on the request runs."""
+        if request_id in self._requests and len(self.req_to_blocks[request_id]) * self.block_size >= num_tokens:
+            return []
         if self._coming is not None and self._coming[0] == request_id:
             self._requests[request_id] = running = self._coming[1]
             self._coming = None
@@ -212,11 +225,11 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
                 most = self._most.get(request_id)
                 self._admission.update(request_id, running.prompt, running.length, running.schedule, most)
         if (reserved := self._reserved.pop(request_id, None)) is None:
-            return super().allocate_new_blocks(request_id, *args, **kwargs)
+            return super().allocate_new_blocks(request_id, num_tokens, *args, **kwargs)
         self.req_to_blocks[request_id].append(reserved)
         if self.records_new_block_ids:
             self.new_block_ids.append(reserved.block_id)
-        return [reserved, *super().allocate_new_blocks(request_id, *args, **kwargs)]
+        return [reserved, *super().allocate_new_blocks(request_id, num_tokens, *args, **kwargs)]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Return the blocks of a request that ended, was aborted or was preempted, and forget it."""
@@ -264,6 +277,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offer to other requests only those blocks to which no compression of this request writes."""
+        running = self._requests[request.request_id]
+        if running.is_offered:
+            return
         if (own := self._own.get(request.request_id)) is not None:
             # Hashes of a request's tokens do not depend on its budget, but those of a context begin with its digest.
             if own.placement is not None and own.placement.shared:
@@ -274,12 +290,12 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             # shared depends on the prompt's length, which a lookup does not know, so no lookup is made.
             request.skip_reading_prefix_cache = True
         untouched = self.schedule.untouched(request.num_prompt_tokens)
-        running = self._requests[request.request_id]
         if self._hides and untouched is not None and not running.is_hidden:
             running.is_hidden = True
             hide_answer(request)
         offered = num_tokens if untouched is None else min(num_tokens, untouched)
         super().cache_blocks(request, offered, *args, **kwargs)
+        running.is_offered = num_tokens >= request.num_prompt_tokens and offered == untouched
 
     @classmethod
     def find_longest_cache_hit(cls, *, max_length: int, kv_cache_spec: Any, **others: Any) -> Any:  # type: ignore[override]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -20,7 +21,7 @@ from keepset.paged.engine import EngineSize, Pages, StepAdapter
 from keepset.paged.eviction import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.planner import Planner
-from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
+from keepset.paged.step import RequestRows, StepBatch, StepPlan
 from keepset.vllm import stats
 from keepset.vllm.compat import PromptLengths, captured_tokens, drafted_tokens, lengths_on_host
 from keepset.vllm.engine_context import EngineContext, PlannedStep, active
@@ -36,14 +37,13 @@ class MetadataAdapter(StepAdapter):
         self._prompts = PromptLengths()
 
     def batch(self, metadata: CommonAttentionMetadata) -> StepBatch:
-        starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1]
-        first_queries, requests = starts.tolist(), []
-        for row, (prompt, after) in enumerate(zip(self._prompts.of(metadata), lengths_on_host(metadata), strict=True)):
-            first, end = first_queries[row], first_queries[row + 1]
-            if end > first and prompt > 0 and end - first <= after:
-                requests.append(ScheduledRequest(row, first, end, prompt, after - (end - first), after))
+        starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1].numpy()
+        first, end, row = starts[:-1], starts[1:], np.arange(metadata.num_reqs)
+        prompt, after = self._prompts.of(metadata), lengths_on_host(metadata)
+        numbers = np.stack((row, first, end, prompt, after - (end - first), after)).astype(np.int64)
+        runs = (end > first) & (prompt > 0) & (end - first <= after)
         return StepBatch(
-            requests,
+            RequestRows(numbers[:, runs]),
             metadata.block_table_tensor,
             metadata.seq_lens,
             metadata.slot_mapping,
@@ -60,7 +60,7 @@ class MetadataAdapter(StepAdapter):
             rswa_prefix_lens=None,
             block_table_tensor=shifted.block_table,
             seq_lens=shifted.seq_lens,
-            seq_lens_cpu_upper_bound=None if bound is None else bound - bound.new_tensor(shifted.dropped),
+            seq_lens_cpu_upper_bound=None if bound is None else bound - torch.from_numpy(shifted.dropped).to(bound),
             max_seq_len=metadata.max_seq_len if shifted.max_seq_len is None else shifted.max_seq_len,
             _num_computed_tokens_cache=None,
         )

@@ -180,7 +180,8 @@ def recorded(
 ) -> list[QueryRecord]:
     """The records of requests with these pages, and tokens before and after a step."""
     batch = table.with_overrides(batch_of(moves, prompts))
-    records, _ = table.records(batch, starts, {})
+    recorded = [request for request in batch.requests if request.row in starts]
+    records, _ = table.records(batch, recorded, starts, {})
     return records
 
 
@@ -246,5 +247,5 @@ def test_who_is_not_recorded_any_more_gives_the_slot_back() -> None:
 def test_leading_pages_are_told_with_the_records() -> None:
     table = table_of()
     batch = table.with_overrides(batch_of([([3, 4, 5], 0, 9), ([6], 0, 3), ([3, 7, 8], 0, 12)]))
-    records, pages = table.records(batch, {0: 0, 2: 0}, {0: 2, 2: 3})
+    records, pages = table.records(batch, batch.requests[::2], {0: 0, 2: 0}, {0: 2, 2: 3})
     assert len(records) == 2 and pages == {0: [3, 4], 2: [3, 7, 8]}

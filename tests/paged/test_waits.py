@@ -51,10 +51,11 @@ def test_equal_heads_are_planned_without_waiting(
     number: int, triton_interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts, decoding with and without events, first ones and later ones; then decoding, after one upload and one
-    kernel. Attention gets the same addresses in every step, and the numbers that a CPU computes."""
+    kernel. Nothing is uploaded if no request has lost entries since the step before.
+    Attention gets the same addresses in every step, and the numbers that a CPU computes."""
     steps = [[(30, 0, 30), (30, 30, 31), (21, 34, 35), (40, 45, 46), (9, 9, 10)]]
     steps += [[(prompt, before, before + 1) for prompt in (30, 21, 23)] for before in (30, 31, 38, 39)]
-    plain, addresses = layers.planner_of("knorm(keep=10, every=7)"), set()
+    plain, addresses, right = layers.planner_of("knorm(keep=10, every=7)"), set(), None
     with Gpu(monkeypatch) as gpu:
         planner = layers.planner_of("knorm(keep=10, every=7)")
         for place, step in enumerate(steps):
@@ -62,8 +63,10 @@ def test_equal_heads_are_planned_without_waiting(
             gpu.reset()
             plan = planner.plan(batch)
             assert not gpu.waits
-            assert place < 2 or plan.events or gpu.launches == {"_to_copy": 1, "_shift": 1}
-            right = plain.plan(there)
+            launches, before, right = dict(gpu.launches), right, plain.plan(there)
+            if place >= 2 and not plan.events:
+                same = right.shifted.dropped.tolist() == before.shifted.dropped.tolist()
+                assert launches == {"_shift": 1} | ({} if same else {"_to_copy": 1})
             told, shifted = plan.shifted, right.shifted
             assert told is not None and shifted is not None and (place or plan.events)
             assert torch.equal(held(batch.slot_mapping), there.slot_mapping)

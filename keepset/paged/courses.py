@@ -1,0 +1,78 @@
+"""`RequestCourses`: what stays the same of each request from step to step, until something is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from keepset.paged.eviction import EvictionSchedule
+from keepset.paged.step import RequestRows, ScheduledRequest
+
+_PROMPT, _BEGIN, _QUIET, _UNTIL, _DROPPED, _COMPRESSED = range(6)
+
+
+class StepCourses(NamedTuple):
+    """What is known of a step's requests before it is planned.
+
+    Attributes:
+        active: the requests for which something may be due in the step. For the others nothing is recorded, and no
+            event follows.
+        dropped: entries that each head of each request has lost, on average, before the step, `[requests]`.
+        compressed: whether each request was compressed before, `[requests]`.
+    """
+
+    active: list[ScheduledRequest]
+    dropped: np.ndarray
+    compressed: np.ndarray
+
+
+class RequestCourses:
+    """The courses of requests, by their rows of the batch.
+
+    A course follows from the numbers of tokens alone, so it does not matter whether a row still has the same request.
+
+    Args:
+        schedule: when requests are compressed.
+        quiet_until: says up to how many tokens a step may lead a request if nothing is to be recorded; its arguments
+            are tokens of the prompt, and tokens before the step.
+    """
+
+    def __init__(self, schedule: EvictionSchedule, quiet_until: Callable[[EvictionSchedule, int, int], int]) -> None:
+        self._schedule, self._quiet_until = schedule, quiet_until
+        self._numbers = np.zeros((6, 0), dtype=np.int64)
+
+    def follow(self, requests: RequestRows) -> StepCourses:
+        """Return the courses of a step's requests.
+
+        Args:
+            requests: the step's requests.
+        """
+        self._make_room(requests)
+        courses = self._numbers[:, requests.row]
+        holds = courses[_PROMPT] == requests.prompt
+        holds &= (courses[_BEGIN] <= requests.before) & (requests.before < courses[_UNTIL])
+        for place in (~holds).nonzero()[0].tolist():
+            courses[:, place] = self._course(requests[place])
+            self._numbers[:, requests.row[place]] = courses[:, place]
+        active = (requests.after > courses[_QUIET]).nonzero()[0].tolist()
+        return StepCourses([requests[place] for place in active], courses[_DROPPED], courses[_COMPRESSED] > 0)
+
+    def _make_room(self, requests: RequestRows) -> None:
+        most = int(requests.row.max(initial=-1)) + 1
+        if most > self._numbers.shape[1]:
+            self._numbers = np.zeros((6, 2 * most), dtype=np.int64)
+
+    def _course(self, request: ScheduledRequest) -> tuple[int, ...]:
+        schedule, prompt, before = request.own or self._schedule, request.prompt, request.before
+        begin, event = schedule.newest_event(prompt, before), schedule.next_event(prompt, before)
+        until = _NEVER if event is None else event
+        quiet = min(until - 1, self._quiet_until(schedule, prompt, before))
+        compressed = request.after_context or schedule.was_compressed(prompt, before)
+        if request.own is not None or request.after_context:
+            prompt = -1  # another request with as many tokens has another course
+        return prompt, begin, quiet, until, schedule.dropped(request.prompt, before), int(compressed)
+
+
+_NEVER = 1 << 62
