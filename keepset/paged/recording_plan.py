@@ -272,7 +272,7 @@ class RecordingPlanner:
         if not self._records or event is None:
             return _NEVER
         if self._collects and before < prompt:
-            return before
+            return 0  # every chunk of a prompt is collected
         return min(event - 1, self._begins(prompt, event))
 
     def plan(

@@ -17,8 +17,11 @@ from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.pages import StridedPages
 from keepset.vllm.compat import fill_scales, softcap_of
-from keepset.vllm.engine_context import PlannedStep, active
+from keepset.vllm.engine_context import CurrentStep, PlannedStep, active
 from keepset.vllm.formats import format_of, own_mixing
+
+_NOTHING = CurrentStep()
+"""That of layers of no group."""
 
 
 class CompressedImpl:
@@ -40,6 +43,7 @@ class CompressedImpl:
         self._pages: tuple[Tensor, Pages] | None = None
         self._neighbours: Sequence[Any] = ()
         self._place = 0
+        self._current = _NOTHING
 
     @property
     def softmax(self) -> Softmax:
@@ -67,14 +71,34 @@ class CompressedImpl:
             self._pages = kv_cache, self.make_pages(layer, caches)
         return self._pages[1]
 
-    def belong_to(self, layers: Sequence[Any], place: int) -> None:
+    def belong_to(self, layers: Sequence[Any], place: int, current: CurrentStep) -> None:
         """Note the layer of this implementation, whose cache is about to be made; forget an earlier cache.
 
         Args:
             layers: vLLM's layers that share block tables.
             place: the index of the layer among them, which is its place in the group.
+            current: has the step that the layers compute next.
         """
-        self._pages, self._neighbours, self._place = None, layers, place
+        self._pages, self._neighbours, self._place, self._current = None, layers, place, current
+
+    def planned(self, layer: Any, metadata: Any) -> PlannedStep | None:
+        """Return the step that a layer computes; None without metadata, and for layers that are not compressed.
+
+        Args:
+            layer: vLLM's layer.
+            metadata: the metadata that vLLM passes to the layer; None in a run without metadata.
+
+        Raises:
+            UnsupportedEngineError: this is not the metadata that was made for the layer.
+        """
+        if metadata is None:
+            return None
+        if self._current is _NOTHING and layer.layer_name not in self._context.layers:
+            return None
+        step = self._current.planned
+        if step is None or step.metadata is not metadata:
+            raise UnsupportedEngineError("This vLLM passes its layers other metadata than keepset has made.")
+        return step
 
     def queries_of(self, rows: Float[Tensor, "n numbers"]) -> Float[Tensor, "n query_heads head_dim"]:
         """Return the layer's queries by head, as methods see them."""
@@ -98,9 +122,8 @@ class CompressedImpl:
         """
         metadata: Any = get_forward_context().attn_metadata
         known = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
-        step = None if known is None else self._context.step(layer.layer_name, known)
-        plan = None if step is None else step.plan
-        if plan is not None and plan.has_plain and plan.slot_mapping.data_ptr() != slot_mapping.data_ptr():
+        step = self.planned(layer, known)
+        if step is not None and step.plan.has_plain and step.slots != slot_mapping.data_ptr():
             raise UnsupportedEngineError("This vLLM writes to the cache by slots that keepset did not plan.")
         return step
 
@@ -130,6 +153,15 @@ class CompressedAttentionImpl(CompressedImpl):
 
     num_queries_per_kv: int
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_plain = False
+
+    def belong_to(self, layers: Sequence[Any], place: int, current: CurrentStep) -> None:
+        super().belong_to(layers, place, current)
+        layer = layers[place]
+        self._is_plain = self.mixing(layer) is None and layer.layer_name not in self._context.projections
+
     def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
         return StridedPages(caches, self._place, format_of(layer, self._context.dtype))
 
@@ -148,6 +180,10 @@ class CompressedAttentionImpl(CompressedImpl):
         Raises:
             UnsupportedEngineError: the slots are not those of the plan.
         """
+        planned = self._current.planned if self._is_plain else None
+        if planned is not None and planned.is_plain and planned.slots == slot_mapping.data_ptr():
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+            return
         step = self.step_to_write(layer, slot_mapping)
         if step is None or step.plan.has_plain:
             mixing = self.mixing(layer)
@@ -189,7 +225,11 @@ class CompressedAttentionImpl(CompressedImpl):
         Queries, `[tokens, query_heads, head_dim]`, are rotated. The new keys and values are in the cache already.
         `attn_metadata` is the result of `KeepBuilder.build`.
         """
-        step = self._context.step(layer.layer_name, attn_metadata)
+        planned = self._current.planned if self._is_plain else None
+        if planned is not None and planned.is_plain and planned.metadata is attn_metadata:
+            inputs = query, key, value, kv_cache, attn_metadata, output
+            return super().forward(layer, *inputs, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        step = self.planned(layer, attn_metadata)
         if step is None or step.plan.has_plain:
             mixing, mixed, attended = self.mixing(layer), query, output
             if mixing is not None:  # also without metadata, when vLLM measures how much memory a step takes

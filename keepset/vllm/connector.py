@@ -137,6 +137,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedEngineError(
                 'keepset\'s connector needs a recipe: give additional_config {"keepset": "..."}.'
             )
+        self._message: KVConnectorMetadata | None = None
         self._known: dict[str, KnownRequest] = {}
         self._recipe = recipe_of(vllm_config) if is_compressed(vllm_config) else None
         self._beginning: dict[str, OwnBudget] = {}
@@ -158,9 +159,16 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --- in processes that compute
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Keep the step's message where vLLM does not look: it calls a connector with metadata twice a layer."""
+        self._message = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        self._message = None
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Note which requests begin with their own budgets, and which end."""
-        metadata, context = self._connector_metadata, active()
+        metadata, context = self._message, active()
         assert isinstance(metadata, StepMessage) and context is not None
         self._failed |= metadata.refused
         groups = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
@@ -186,7 +194,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         Events are executed here, after a step, if vLLM writes to pages between two steps, as it does beside recurrent
         layers.
         """
-        metadata, context = self._connector_metadata, active()
+        metadata, context = self._message, active()
         assert context is not None
         if isinstance(metadata, StepMessage):
             context.emptied_blocks.expect(metadata.keys)

@@ -91,7 +91,7 @@ class ContextConnector(BlockCountConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
-        metadata, context = self._connector_metadata, active()
+        metadata, context = self._message, active()
         assert isinstance(metadata, ContextLoads) and context is not None
         if self._loader is None or self._saver is None:
             self._loader, self._saver = ContextLoader(context, self._cache), ContextSaver(context)
@@ -113,7 +113,7 @@ class ContextConnector(BlockCountConnector):
 
     def build_connector_worker_meta(self) -> EmptiedBlockCounts | None:
         """Return what the scheduler must know after a step: emptied blocks, and whether weights were changed."""
-        report, metadata, context = super().build_connector_worker_meta(), self._connector_metadata, active()
+        report, metadata, context = super().build_connector_worker_meta(), self._message, active()
         if isinstance(metadata, ContextLoads) and metadata.question is not None:
             assert context is not None and context.weights is not None
             report = report or EmptiedBlockCounts()

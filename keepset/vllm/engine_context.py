@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from keepset.errors import UnsupportedEngineError, UnsupportedModelError
+from keepset.errors import UnsupportedModelError
 from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction import group_leader
@@ -62,20 +62,31 @@ class PlannedStep:
     Attributes:
         group: the group of layers.
         plan: the step's plan.
-        layers: the names of the layers in the group.
         metadata: the metadata of the step for vLLM's attention.
+        is_plain: whether the layers do only what vLLM's own do.
+        slots: the address of the slots to which vLLM writes, in the plan.
     """
 
     group: LayerGroup
     plan: StepPlan
-    layers: Sequence[str]
     metadata: Any
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.is_plain = plan.ragged is None and not plan.in_layers and not plan.dummy
+        self.slots = plan.slot_mapping.data_ptr()
 
     @cached_property
     def per_head(self) -> PerHeadSequences:
         """Heads as requests, for a step with tokens of ragged heads; the layers share it."""
         assert self.plan.ragged is not None
         return PerHeadSequences(self.plan.ragged)
+
+
+class CurrentStep:
+    """The step that the layers of a group compute next. They share this object; it has None until a step is planned."""
+
+    planned: PlannedStep | None = None
 
 
 class EngineContext:
@@ -116,7 +127,6 @@ class EngineContext:
         self._buffers: QueryBuffers | None = None
         self._reserve: Tensor | None = None
         self.block_size, self._specs_made = 0, 0
-        self._steps: dict[str, PlannedStep] = {}
         self._target: set[str] | None = None
 
     def is_drafted_by(self, config: VllmConfig) -> bool:
@@ -257,27 +267,6 @@ class EngineContext:
             self.events.steps.pop(former, None)
         self.groups[layers[0]] = group
         self._reserve = None  # vLLM has measured
-
-    def begin(self, step: PlannedStep) -> None:
-        """Note the step that the next forward of a group's layers computes."""
-        self._steps.update(dict.fromkeys(step.layers, step))
-
-    def step(self, layer: str, metadata: Any) -> PlannedStep | None:
-        """Return the step that a layer computes; None without metadata, and for layers that are not compressed.
-
-        Args:
-            layer: the layer's name.
-            metadata: the metadata that vLLM passes to the layer; None in a run without metadata.
-
-        Raises:
-            UnsupportedEngineError: this is not the metadata that was made for the layer.
-        """
-        if metadata is None or layer not in self.layers:
-            return None
-        step = self._steps.get(layer)
-        if step is None or step.metadata is not metadata:
-            raise UnsupportedEngineError("This vLLM passes its layers other metadata than keepset has made.")
-        return step
 
 
 _active: EngineContext | None = None

@@ -19,7 +19,7 @@ from vllm import _custom_ops as ops
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.pages import StridedPages
 from keepset.vllm.attention import CompressedImpl
-from keepset.vllm.engine_context import PlannedStep
+from keepset.vllm.engine_context import CurrentStep, PlannedStep
 
 
 class LatentPages(StridedPages):
@@ -78,8 +78,8 @@ class LatentImpl(CompressedImpl):
         """The number of query heads of the layer, which all share one row for each entry."""
         return self.num_heads
 
-    def belong_to(self, layers: Sequence[Any], place: int) -> None:
-        super().belong_to(layers, place)
+    def belong_to(self, layers: Sequence[Any], place: int, current: CurrentStep) -> None:
+        super().belong_to(layers, place, current)
         self._layer = layers[place]  # vLLM does not pass it to all methods
 
     @property
@@ -122,7 +122,7 @@ class LatentImpl(CompressedImpl):
         Queries, `[tokens, query_heads, head_dim]`, are rotated. `attn_metadata` is the result of `KeepBuilder.build`.
         """
         super().forward_mha(q, latents, rotated, kv_cache, attn_metadata, *args, **kwargs)  # type: ignore[misc]
-        step = self._context.step(self._layer.layer_name, attn_metadata)
+        step = self.planned(self._layer, attn_metadata)
         if step is not None and (step.plan.in_layers or step.plan.dummy):
             self._of_prompts = self._absorbed(q)
             if not attn_metadata.num_decode_tokens:
@@ -138,7 +138,7 @@ class LatentImpl(CompressedImpl):
         Returns:
             The attention over latents, `[tokens, query_heads, latent]`, and its log-sum-exp if vLLM's backend has it.
         """
-        step = self._context.step(layer.layer_name, attn_metadata)
+        step = self.planned(layer, attn_metadata)
         attended: Tensor | None = None
         lse: Tensor | None = None
         if step is None or step.plan.has_plain:
@@ -164,7 +164,7 @@ class LatentImpl(CompressedImpl):
         """Record the queries of a step: `first`, those of its first tokens, and the kept ones of prompts."""
         queries = [*first, *([] if self._of_prompts is None else [self._of_prompts])]
         self._of_prompts = None
-        step = self._context.step(self._layer.layer_name, metadata)
+        step = self.planned(self._layer, metadata)
         self.record(self._layer, step, torch.cat(queries) if len(queries) > 1 else queries[0])
 
     def _absorbed(self, queries: Float[Tensor, "n query_heads head_dim"]) -> Float[Tensor, "n query_heads row"]:

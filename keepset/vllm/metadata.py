@@ -24,7 +24,7 @@ from keepset.paged.planner import Planner
 from keepset.paged.step import RequestRows, StepBatch, StepPlan
 from keepset.vllm import stats
 from keepset.vllm.compat import PromptLengths, captured_tokens, drafted_tokens, lengths_on_host
-from keepset.vllm.engine_context import EngineContext, PlannedStep, active
+from keepset.vllm.engine_context import CurrentStep, EngineContext, PlannedStep, active
 from keepset.vllm.query_projection import find_rotation
 from keepset.vllm.settings import recipe_of
 from keepset.vllm.spec import KeepSpec
@@ -66,13 +66,14 @@ class MetadataAdapter(StepAdapter):
         )
 
 
-def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) -> LayerGroup:
+def layer_group(context: EngineContext, planner: Planner, names: Sequence[str], current: CurrentStep) -> LayerGroup:
     """Return the group of vLLM's layers of these names.
 
     Args:
         context: the state that keepset's classes share.
         planner: the planner of the layers' steps.
         names: vLLM's names of the layers.
+        current: has the step that the layers compute next.
 
     Raises:
         UnsupportedModelError: the recipe needs the model's rotation, which cannot be determined.
@@ -80,7 +81,7 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     config = context.config
     layers = [config.compilation_config.static_forward_context[name] for name in names]
     for place, layer in enumerate(layers):
-        layer.impl.belong_to(layers, place)
+        layer.impl.belong_to(layers, place, current)
     projections, rotary = [context.projections[name] for name in names] if context.projections else [], None
     if context.recipe.method.traits.needs.unrotated:
         model = config.model_config
@@ -134,7 +135,7 @@ class KeepBuilder:
         for name in layer_names:
             if group_leader(context.recipe, context.layers[name], kv_cache_spec.layers) != kv_cache_spec.layer:
                 raise UnsupportedEngineError(f"This vLLM asks for layers' caches in an unknown order ({name}).")
-        self._context, self._adapter, self._names = context, MetadataAdapter(), layer_names
+        self._context, self._adapter, self._current = context, MetadataAdapter(), CurrentStep()
         size = EngineSize(
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,
@@ -143,7 +144,7 @@ class KeepBuilder:
         )
         layers = [context.layers[name] for name in layer_names]
         planner = Planner(kv_cache_spec.schedule, context.recording, layers, size, context.emptied_blocks)
-        self._group = layer_group(context, planner, layer_names)
+        self._group = layer_group(context, planner, layer_names, self._current)
         context.add(self._group, layer_names)
 
     @classmethod
@@ -169,7 +170,7 @@ class KeepBuilder:
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         if plan.dummy and plan.ragged is not None:
             _ = self._group.columns  # allocated before a graph captures its address
-        self._context.begin(PlannedStep(self._group, plan, self._names, metadata))
+        self._current.planned = PlannedStep(self._group, plan, metadata)
         return metadata
 
 
