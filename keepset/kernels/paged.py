@@ -57,12 +57,16 @@ def shift_step(
             paged.shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left)
         return
     left.copy_(lengths - dropped)
+    if not dropped.any():
+        left_table.copy_(block_table)
+        return
     columns = torch.arange(block_table.shape[1], device=block_table.device) + (dropped // block_size)[:, None]
     left_table.copy_(block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1)))
     tokens = torch.arange(len(slots), device=slots.device)
     row = torch.searchsorted(starts[1:].to(tokens), tokens, right=True).clamp(max=len(lengths) - 1)
-    place = lengths[row] - starts[row + 1] + tokens - dropped[row] % block_size
-    moves = (dropped[row] % block_size > 0) & (tokens < starts[-1])
+    back = (dropped % block_size)[row]
+    place = lengths[row] - starts[row + 1] + tokens - back
+    moves = (back > 0) & (tokens < starts[-1])
     place = place.where(moves, 0)
     moved = block_table[row, place // block_size].to(slots) * block_size + place % block_size
     slots.copy_(moved.where(moves, slots))

@@ -179,7 +179,7 @@ class PromptLengths:
             if any_at_prompt or not self._known.keys() >= set(requests):
                 self._known.update(zip(requests, lengths[: len(requests)].tolist(), strict=True))
             known = np.array([self._known[request] for request in requests], dtype=np.int64)
-        return np.pad(known, (0, rows - len(known)))
+        return known if len(known) == rows else np.pad(known, (0, rows - len(known)))
 
 
 def lengths_on_host(metadata: CommonAttentionMetadata) -> np.ndarray:

@@ -40,10 +40,10 @@ class MetadataAdapter(StepAdapter):
         starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1].numpy()
         first, end, row = starts[:-1], starts[1:], np.arange(metadata.num_reqs)
         prompt, after = self._prompts.of(metadata), lengths_on_host(metadata)
-        numbers = np.stack((row, first, end, prompt, after - (end - first), after)).astype(np.int64)
+        numbers = np.array((row, first, end, prompt, after - (end - first), after), dtype=np.int64)
         runs = (end > first) & (prompt > 0) & (end - first <= after)
         return StepBatch(
-            RequestRows(numbers[:, runs]),
+            RequestRows(numbers if runs.all() else numbers[:, runs]),
             metadata.block_table_tensor,
             metadata.seq_lens,
             metadata.slot_mapping,
