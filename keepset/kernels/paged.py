@@ -57,7 +57,7 @@ def shift_step(
             paged.shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left)
         return
     left.copy_(lengths - dropped)
-    if not dropped.any():
+    if dropped.device.type == "cpu" and not dropped.any():
         left_table.copy_(block_table)
         return
     columns = torch.arange(block_table.shape[1], device=block_table.device) + (dropped // block_size)[:, None]

@@ -22,7 +22,10 @@ _CACHED = 1 << 18
 _OTHERS = 256
 """How many schedules of requests with budgets of their own are cached."""
 GROUPS = 6
-"""The number of groups where counts come from the data. More groups hold fewer pages, and cost more per step."""
+"""The most groups where counts come from the data. More groups hold fewer pages, and cost more per step."""
+_UNEVEN = 5
+"""The least layers of a group if not all groups have equally many. vLLM gives each of them room for as many layers as
+the largest has, and divides groups that differ much."""
 MAX_ENTRIES = 1 << 20
 """The most entries of all heads that an event reads together, unless they are of one request in one layer."""
 _MAX_HEAD_ENTRIES = 1 << 17
@@ -261,9 +264,15 @@ def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
         return layers[0]
     if recipe.method.traits.fixed_total:
         return layer
-    place, groups = layers.index(layer), min(GROUPS, len(layers))
+    place, groups = layers.index(layer), _groups(len(layers))
     first = -(-(place * groups // len(layers)) * len(layers) // groups)
     return layers[first]
+
+
+def _groups(layers: int) -> int:
+    """Return into how many groups so many layers are divided."""
+    numbers = range(min(GROUPS, layers), 0, -1)
+    return next(number for number in numbers if layers % number == 0 or layers // number >= _UNEVEN)
 
 
 class OccupiedPages(NamedTuple):

@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from keepset.errors import UnsupportedModelError
+from keepset.paged.engine import StepAdapter
 from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction import group_leader
@@ -99,6 +100,7 @@ class EngineContext:
         events: the planner of all groups' steps, which also executes their events.
         groups: the groups of layers that share block tables, by the name of each group's first layer.
         weights: the model's weights, if contexts are served.
+        adapter: translates metadata of steps for all groups, once there is one.
         block_size: tokens per block of the compressed layers, once vLLM has asked for their kinds of cache.
 
     Raises:
@@ -128,6 +130,7 @@ class EngineContext:
         self._reserve: Tensor | None = None
         self.block_size, self._specs_made = 0, 0
         self._target: set[str] | None = None
+        self.adapter: StepAdapter | None = None
 
     def is_drafted_by(self, config: VllmConfig) -> bool:
         """Return whether another configuration is that of a model that drafts for this one."""

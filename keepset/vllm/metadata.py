@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -35,21 +36,28 @@ class MetadataAdapter(StepAdapter):
 
     def __init__(self) -> None:
         self._prompts = PromptLengths()
+        self._rows: tuple[Tensor, RequestRows] | None = None
 
     def batch(self, metadata: CommonAttentionMetadata) -> StepBatch:
-        starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1].numpy()
-        first, end, row = starts[:-1], starts[1:], np.arange(metadata.num_reqs)
-        prompt, after = self._prompts.of(metadata), lengths_on_host(metadata)
-        numbers = np.array((row, first, end, prompt, after - (end - first), after), dtype=np.int64)
-        runs = (end > first) & (prompt > 0) & (end - first <= after)
+        # All groups of layers have the same requests. Their metadata of a step share these objects.
+        if self._rows is None or self._rows[0] is not metadata.query_start_loc_cpu:
+            self._rows = metadata.query_start_loc_cpu, self._requests(metadata)
         return StepBatch(
-            RequestRows(numbers if runs.all() else numbers[:, runs]),
+            self._rows[1],
             metadata.block_table_tensor,
             metadata.seq_lens,
             metadata.slot_mapping,
             metadata.query_start_loc,
             metadata.max_query_len,
         )
+
+    def _requests(self, metadata: CommonAttentionMetadata) -> RequestRows:
+        starts = metadata.query_start_loc_cpu[: metadata.num_reqs + 1].numpy()
+        first, end, row = starts[:-1], starts[1:], np.arange(metadata.num_reqs)
+        prompt, after = self._prompts.of(metadata), lengths_on_host(metadata)
+        numbers = np.array((row, first, end, prompt, after - (end - first), after), dtype=np.int64)
+        runs = (end > first) & (prompt > 0) & (end - first <= after)
+        return RequestRows(numbers if runs.all() else numbers[:, runs])
 
     def planned(self, metadata: CommonAttentionMetadata, plan: StepPlan) -> CommonAttentionMetadata:
         # The lengths of prompts are removed, because the backend would take them for a window.
@@ -135,7 +143,8 @@ class KeepBuilder:
         for name in layer_names:
             if group_leader(context.recipe, context.layers[name], kv_cache_spec.layers) != kv_cache_spec.layer:
                 raise UnsupportedEngineError(f"This vLLM asks for layers' caches in an unknown order ({name}).")
-        self._context, self._adapter, self._current = context, MetadataAdapter(), CurrentStep()
+        context.adapter = context.adapter or MetadataAdapter()
+        self._context, self._adapter, self._current = context, context.adapter, CurrentStep()
         size = EngineSize(
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,

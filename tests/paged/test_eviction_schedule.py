@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -200,8 +201,14 @@ def test_layers_share_a_table_where_they_keep_the_same() -> None:
     assert one_table(uniform) and not one_table(pyramid) and not one_table(mass)
     assert {group_leader(uniform, layer, layers) for layer in layers} == {0}
     assert [group_leader(pyramid, layer, layers) for layer in layers] == list(layers)
-    for some in (layers, *(tuple(range(count)) for count in range(1, 20))):
+    for some in (layers, *(tuple(range(count)) for count in range(1, 100))):
         leaders = [group_leader(mass, layer, some) for layer in some]
-        assert sorted(leaders) == leaders and len(set(leaders)) == min(GROUPS, len(some))
+        sizes = Counter(leaders).values()
+        # vLLM gives every group room for as many layers as the largest has.
+        about_equal = [
+            n for n in range(1, GROUPS + 1) if len(some) % n == 0 or -(-len(some) // n) < len(some) // n * 1.25
+        ]
+        assert sorted(leaders) == leaders and len(sizes) == max(n for n in about_equal if n <= len(some))
+        assert max(sizes) - min(sizes) <= 1
         assert all(leader in some and leader <= layer for layer, leader in zip(some, leaders, strict=True))
         assert all(group_leader(mass, leader, some) == leader for leader in leaders)
