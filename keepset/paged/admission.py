@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -88,24 +88,24 @@ class Admission:
             self._courses[name] = course = _Course(prompt, length, self._step, own or self._schedule, most)
             self._add(name, course)
             return
-        self.go_on(name, length)
+        self.go_on([(name, length)])
 
-    def go_on(self, name: str, length: int) -> None:
-        """Note that a running request is scheduled again.
+    def go_on(self, scheduled: Iterable[tuple[str, int]]) -> None:
+        """Note that running requests are scheduled again.
 
         Args:
-            name: the engine's name of the request.
-            length: tokens that were processed.
+            scheduled: the engine's name of each, and its tokens that were processed, in the order of their turns.
         """
-        course = self._courses[name]
-        if course.step == self._step and length > course.length:
-            self._advance()
-        course.length, course.step = length, self._step
-        self._courses.move_to_end(name)
-        if self._prompts and length >= course.prompt:
-            self._prompts.pop(name, None)
-        if length != course.base + self._step:
-            self._move(name, course)
+        for name, length in scheduled:
+            course = self._courses[name]
+            if course.step == self._step and length > course.length:
+                self._advance()
+            course.length, course.step = length, self._step
+            self._courses.move_to_end(name)
+            if self._prompts and length >= course.prompt:
+                self._prompts.pop(name, None)
+            if length != course.base + self._step:
+                self._move(name, course)
 
     def remove(self, name: str) -> None:
         """Forget a request that ended or was preempted, if it ever ran."""

@@ -135,10 +135,10 @@ class EqualHeadTables(BlockTables):
         if self._shifted is None:
             most = max(rows, self._max_requests)
             self._shifted = batch.block_table.new_zeros(most, width), batch.seq_lens.new_zeros(most)
-        table, lengths = (each[:rows] for each in self._shifted)
+        table, lengths = self._shifted[0][:rows], self._shifted[1][:rows]
         step = batch.block_table, batch.seq_lens, batch.query_start_loc, self._dropped[1], batch.slot_mapping
         shift_step(*step, self.schedule.block_size, table, lengths)
-        longest = int((batch.rows.after - courses.dropped).max()) if batch.requests else None
+        longest = int((batch.rows.after - courses.dropped).max()) if len(courses.dropped) else None
         plan.shifted = ShiftedBatch(table, lengths, longest, dropped)
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:

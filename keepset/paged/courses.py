@@ -49,20 +49,18 @@ class RequestCourses:
         Args:
             requests: the step's requests.
         """
-        self._make_room(requests)
+        most = int(requests.row.max(initial=-1)) + 1
+        if most > self._numbers.shape[1]:
+            self._numbers = np.zeros((6, 2 * most), dtype=np.int64)
         courses = self._numbers[:, requests.row]
         holds = courses[_PROMPT] == requests.prompt
         holds &= (courses[_BEGIN] <= requests.before) & (requests.before < courses[_UNTIL])
         for place in (~holds).nonzero()[0].tolist():
             courses[:, place] = self._course(requests[place])
             self._numbers[:, requests.row[place]] = courses[:, place]
-        active = (requests.after > courses[_QUIET]).nonzero()[0].tolist()
-        return StepCourses([requests[place] for place in active], courses[_DROPPED], courses[_COMPRESSED] > 0)
-
-    def _make_room(self, requests: RequestRows) -> None:
-        most = int(requests.row.max(initial=-1)) + 1
-        if most > self._numbers.shape[1]:
-            self._numbers = np.zeros((6, 2 * most), dtype=np.int64)
+        places = (requests.after > courses[_QUIET]).nonzero()[0].tolist()
+        active = [requests[place] for place in places] if places else []
+        return StepCourses(active, courses[_DROPPED], courses[_COMPRESSED] > 0)
 
     def _course(self, request: ScheduledRequest) -> tuple[int, ...]:
         schedule, prompt, before = request.own or self._schedule, request.prompt, request.before

@@ -308,14 +308,18 @@ class EventQueue:
     def run(self) -> None:
         """Execute what is due after the steps that were planned last, in the order that `StepPlan` lists."""
         steps, self.steps = self.steps, {}
+        has_events = False
         for group, plan in steps.items():
             group.record_replayed(plan)
         for group, plan in steps.items():
-            group.run(plan.before_events)
-        if any(plan.events for plan in steps.values()):
+            if plan.before_events:
+                group.run(plan.before_events)
+            has_events |= bool(plan.events)
+        if has_events:
             self._run_events(steps)
         for group, plan in steps.items():
-            group.run(plan.after_events)
+            if plan.after_events:
+                group.run(plan.after_events)
 
     def _run_events(self, steps: dict[LayerGroup, StepPlan]) -> None:
         if next(iter(steps)).recipe.method.traits.across_layers:

@@ -111,14 +111,15 @@ class Planner:
             RuntimeError: a compressed request is not where it was left.
         """
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
-        if batch.requests:
+        if not plan.dummy:
             batch = self.requests.with_overrides(batch)
         courses = self._courses.follow(batch.rows)
-        if batch.requests:
+        if not plan.dummy:
             self._recording_plan.plan(batch, courses.active, plan, self.tables.entries)
         due = list(self._due(courses.active)) if courses.active else []
         self.tables.place_step(batch, courses, plan, bool(due))
-        plan.events = [self._event(batch, kind, requests) for kind, requests in due]
+        if due:
+            plan.events = [self._event(batch, kind, requests) for kind, requests in due]
         return plan
 
     def _due(self, active: Sequence[ScheduledRequest]) -> Iterator[tuple[_EventKind, list[ScheduledRequest]]]:

@@ -288,7 +288,8 @@ class RecordingPlanner:
         """
         if not self._records:
             return
-        self._table.close_records(self._ended)  # their events have been executed by now
+        if self._ended:
+            self._table.close_records(self._ended)  # their events have been executed by now
         self._by_row, self._ended = {}, []
         if active:
             self._record(batch, active, plan, entries)

@@ -139,8 +139,6 @@ class RequestTable:
 
     def close_records(self, records: Collection[QueryRecord]) -> None:
         """Forget records of requests that are not recorded any more. Their slots are free."""
-        if not records:
-            return
         ended = set(map(id, records))
         for page, state in list(self._states.items()):
             if id(state.record) in ended:

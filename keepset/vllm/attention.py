@@ -63,12 +63,14 @@ class CompressedImpl:
         raise NotImplementedError
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
-        """Return the layer's cache as sub-pages; they are made once."""
+        """Return the layer's cache as sub-pages; those of all layers that share block tables are made at once."""
         if self._pages is None or self._pages[0] is not kv_cache:
-            for each in self._neighbours:  # their pages may be written to through this layer's
-                fill_scales(each, kv_cache if each is layer else each.kv_cache)
             caches = [kv_cache if each is layer else each.kv_cache for each in self._neighbours]
-            self._pages = kv_cache, self.make_pages(layer, caches)
+            for each, cache in zip(self._neighbours, caches, strict=True):
+                if each is layer or each.impl._pages is None:
+                    fill_scales(each, cache)  # pages may be written to through another layer's
+                    each.impl._pages = cache, each.impl.make_pages(each, caches)
+        assert self._pages is not None
         return self._pages[1]
 
     def belong_to(self, layers: Sequence[Any], place: int, current: CurrentStep) -> None:

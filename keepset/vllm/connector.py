@@ -171,6 +171,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         metadata, context = self._message, active()
         assert isinstance(metadata, StepMessage) and context is not None
         self._failed |= metadata.refused
+        if not (metadata.ended or metadata.begin):
+            return
         groups = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
         for number, group in enumerate(groups):
             if not group.layer_names:  # another stage of the pipeline has them
@@ -303,7 +305,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         ended = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         # A request that could have begun but has not gives its block back and waits without one.
         managers = self._managers
-        late = {name for name in self._waiting if managers[0].is_reserved(name)}
+        late = {name for name in self._waiting if managers[0].is_reserved(name)} if self._waiting else set()
         for manager in managers:
             for name in late:
                 manager.withdraw(name)

@@ -84,6 +84,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             else Admission(self.schedule, kv_cache_spec.tokens_per_step, kv_cache_spec.steps_ahead)
         )
         self._requests: dict[str, RunningRequest] = {}
+        self._went_on: list[tuple[str, int]] = []
         self._reports = _reporting.setdefault(self.block_pool, self.kv_cache_group_id) == self.kv_cache_group_id
         self._hides = self._reports and not kv_cache_spec.alone
         self._prefixes: dict[Any, ContextPlacement] = kv_cache_spec.contexts
@@ -117,12 +118,20 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def new_step_starts(self) -> None:
         """Remove drafts that would trigger an event, because they may be rejected."""
         super().new_step_starts()
+        self._catch_up()
         for name, request in self._drafting.items():
             if request.spec_token_ids:
                 schedule, known = self.schedule_of(name), request.num_tokens
                 most = schedule.draftable(request.num_prompt_tokens, request.num_computed_tokens)
                 if most is not None:
                     request.spec_token_ids = request.spec_token_ids[: max(most - known, 0)]
+
+    def _catch_up(self) -> Admission | None:
+        """Tell the forecast which requests went on; return it, if there is one."""
+        if self._admission is not None:
+            self._admission.go_on(self._went_on)
+        self._went_on = []
+        return self._admission
 
     def due(self, request: Request, before: int, after: int) -> int:
         """Return the event that a step from `before` to `after` tokens triggers for a request; 0 if it triggers none.
@@ -172,8 +181,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         known = self._requests.get(request_id)
         if known is not None and processed_computed_tokens < known.next_release and num_prompt_tokens == known.prompt:
             known.length = processed_computed_tokens
-            if self._admission is not None:
-                self._admission.go_on(request_id, known.length)
+            self._went_on.append((request_id, processed_computed_tokens))
             return
         if known is None:
             known = RunningRequest(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
@@ -186,8 +194,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
                 "keepset cannot serve requests whose prompt grows while they run (streaming input)."
             )
         known.length, schedule = processed_computed_tokens, known.schedule
-        if self._admission is not None:
-            self._admission.update(request_id, known.prompt, known.length, schedule, self._most.get(request_id))
+        if (admission := self._catch_up()) is not None:
+            admission.update(request_id, known.prompt, known.length, schedule, self._most.get(request_id))
         if known.length >= known.next_release:
             self.release(request_id, schedule.freed(known.prompt, known.length))
             event = schedule.next_event(known.prompt, known.length)
@@ -209,10 +217,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         needed -= self.is_reserved(request_id)
         own = self._own.get(request_id)
         begins_with_context = own is not None and own.placement is not None  # most of its tokens have no block
-        if self._admission is None or not kwargs.get("apply_admission_cap") or begins_with_context:
+        if not kwargs.get("apply_admission_cap") or begins_with_context or (admission := self._catch_up()) is None:
             return needed
         held, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
-        return self._admission.required_blocks(num_tokens, needed, held, schedule, self._most.get(request_id))
+        return admission.required_blocks(num_tokens, needed, held, schedule, self._most.get(request_id))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """Allocate blocks as vLLM does, after the reserved one; from now on the request runs."""
@@ -221,9 +229,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         if self._coming is not None and self._coming[0] == request_id:
             self._requests[request_id] = running = self._coming[1]
             self._coming = None
-            if self._admission is not None:
+            if (admission := self._catch_up()) is not None:
                 most = self._most.get(request_id)
-                self._admission.update(request_id, running.prompt, running.length, running.schedule, most)
+                admission.update(request_id, running.prompt, running.length, running.schedule, most)
         if (reserved := self._reserved.pop(request_id, None)) is None:
             return super().allocate_new_blocks(request_id, num_tokens, *args, **kwargs)
         self.req_to_blocks[request_id].append(reserved)
@@ -234,8 +242,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Return the blocks of a request that ended, was aborted or was preempted, and forget it."""
         running = self._requests.pop(request_id, None)
-        if self._admission is not None:
-            self._admission.remove(request_id)
+        if (admission := self._catch_up()) is not None:
+            admission.remove(request_id)
         if running is not None and self._reports:
             dropped = running.schedule.dropped(running.prompt, running.length)
             stats.ended(request_id, running.prompt, running.length, dropped, running.freed)

@@ -65,6 +65,7 @@ class Scenario:
         files: steps, before which a file is put at a place; None for the file deletes what is there.
         resets: steps before which prefixes and the connector are reset, each with a factor for weights.
         read_at_once: whether a step waits for the contexts that it starts to read, so that steps are always the same.
+        count_calls: whether calls of keepset's Python functions are counted.
     """
 
     recipe: str | None
@@ -81,6 +82,7 @@ class Scenario:
     files: Sequence[tuple[int, Path | None, Path]] = ()
     resets: Sequence[tuple[int, float]] = ()
     read_at_once: bool = False
+    count_calls: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The scenario as `tests.vllm.job` reads it."""
@@ -114,7 +116,8 @@ class Result:
     layers keep) and `left` (layers for whose answer there were not enough pages). `steps` have free blocks, and numbers
     of running and waiting requests. `tables` and `footprints` are the requests that the managers of the groups
     of layers still knew at the end, `references` those to blocks. `loads` says by name how often a context's pages were
-    filled, `replays` and `calls` how many steps were replayed from a graph, and how many called the model.
+    filled, `replays` and `calls` how many steps were replayed from a graph, and how many called the model. `made` says
+    how many of keepset's functions each step has called.
     """
 
     tokens: list[list[int] | None]
@@ -135,6 +138,7 @@ class Result:
     groups: int = 0
     replays: int = 0
     calls: int = 0
+    made: list[int] = field(default_factory=list)
 
     def steps_of(self, index: int) -> list[tuple[int, int]]:
         """First token and number of tokens of each step of a request."""

@@ -14,13 +14,15 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from PIL import Image
 
+import keepset
 from tests.vllm import graphs
 
 
@@ -190,7 +192,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     counted, loaded = stats.totals(), loads_of(stats.contexts())
     requests = scenario["requests"]
     outputs: list[Any] = [None] * len(requests)
-    waiting, step = set(range(len(requests))), 0
+    waiting, step, made = set(range(len(requests))), 0, []
     while waiting or engine.has_unfinished_requests() or (core is not None and core.scheduler.requests):
         for index in sorted(waiting):
             if requests[index]["add"] <= step:
@@ -204,7 +206,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         if step in scenario["preempt"]:
             assert watch is not None and watch.scheduler.reset_prefix_cache(reset_running_requests=True)
         reset(core, [factor for when, factor in scenario["resets"] if when == step])
-        for output in step_of(engine, core is not None):
+        with counted_calls(made) if scenario["count_calls"] else contextlib.nullcontext():
+            answered = step_of(engine, core is not None)
+        for output in answered:
             outputs[number(output.request_id)] = output
         step += 1
     if watch is not None:
@@ -213,6 +217,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     result = watch.result(len(requests)) if watch is not None else {}
     if captured is not None:
         result["replays"], result["calls"] = captured.replays, captured.calls
+    result["made"] = made
     result["classes"] = sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
     result["tokens"] = [None if one is None else list(one.outputs[0].token_ids) for one in outputs]
     result["reasons"] = [None if one is None else one.outputs[0].finish_reason for one in outputs]
@@ -246,6 +251,20 @@ def reset(core: Any, factors: list[float]) -> None:
         for layer in core.model_executor.driver_worker.worker.model_runner.model.model.layers:
             layer.input_layernorm.weight.mul_(factor)
         assert core.scheduler.reset_prefix_cache(reset_connector=True)
+
+
+@contextlib.contextmanager
+def counted_calls(made: list[int]) -> Iterator[None]:
+    """Append the number of calls of keepset's Python functions."""
+    root, calls = str(Path(keepset.__file__).parent), [0]
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        calls[0] += event == "call" and frame.f_code.co_filename.startswith(root)
+
+    sys.setprofile(note)
+    yield
+    sys.setprofile(None)
+    made.append(calls[0])
 
 
 def loads_of(contexts: dict[str, dict[str, int]]) -> dict[str, int]:
