@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.kernels.page_format import PageFormat
+from keepset.paged.pages import Pages
 from keepset.paged.step import StepBatch, StepPlan
 
 
@@ -34,80 +33,6 @@ class EngineSize:
     blocks: int
     drafts: int = 0
     replays: bool = False
-
-
-@runtime_checkable
-class Pages(Protocol):
-    """One layer's cache, by sub-pages, in each process that computes.
-
-    A block is `kv_heads` sub-pages, one for each head. The sub-page of a head is `block * kv_heads + head`, and an
-    entry's slot is `subpage * block_size + offset`. Numbers continue into the caches of the next layers with the same
-    block tables, and after the last into the first, because pages that requests share may be in any of these caches.
-    """
-
-    @property
-    def slots(self) -> int:
-        """The number of entries that the layer's cache has room for."""
-
-    @property
-    def head_dim(self) -> int:
-        """The size of a key."""
-
-    @property
-    def value_dim(self) -> int:
-        """The size of a value."""
-
-    @property
-    def entry_sizes(self) -> tuple[int, int]:
-        """The numbers that an entry holds of a key and of a value, of which one may be part of the other."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of keys and values as they are read."""
-
-    @property
-    def entry_bytes(self) -> int:
-        """The bytes of an entry's key and value, as they are stored."""
-
-    @property
-    def format(self) -> PageFormat | None:
-        """How the cache's keys and values are read, and maybe written, if it is quantised, else None."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the cache."""
-
-    @property
-    def block_size(self) -> int:
-        """The number of entries of a sub-page."""
-
-    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
-        """Return keys alone, as they are stored.
-
-        Args:
-            subpages: the numbers of whole sub-pages, in the order of the entries.
-        """
-
-    def read(
-        self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Shaped[Tensor, "*rows entries row"], Shaped[Tensor, "*rows entries row"]]:
-        """Return the keys and values of whole sub-pages, each row's pages joined.
-
-        Args:
-            subpages: their numbers, in the order of the entries.
-
-        Returns:
-            Keys and values as they are stored: plain numbers, or rows of a `PageFormat`. `entries` is
-            `pages * block_size`. After a head's own entries comes whatever the page held before.
-        """
-
-    def write(self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n row"], slots: Int[Tensor, " n"]) -> None:
-        """Write entry `i` to `slots[i]`.
-
-        Args:
-            keys, values: after rotation, as they are stored.
-            slots: distinct and inside the cache: kernels check neither.
-        """
 
 
 @runtime_checkable

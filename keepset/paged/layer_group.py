@@ -14,13 +14,23 @@ from keepset.core.statistics import HeadShare
 from keepset.kernels.packed import BIAS
 from keepset.kernels.page_format import PageFormat, encode_layers
 from keepset.kernels.softmax import Softmax
-from keepset.paged.engine import Pages, QueryProjection
+from keepset.paged.engine import QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
-from keepset.paged.pages import PagedEntries
+from keepset.paged.pages import PagedEntries, Pages
 from keepset.paged.planner import Planner
+from keepset.paged.query_records import (
+    AcceptedQueries,
+    DraftedQueries,
+    HeldQueries,
+    LateCapture,
+    LayerOperation,
+    PromptChunk,
+    QueryAddition,
+    QueryCapture,
+)
 from keepset.paged.ragged_heads import RaggedHeadTables
-from keepset.paged.step import LayerOperation, StepPlan
+from keepset.paged.step import StepPlan
 from keepset.recording import QueryRing
 
 CountEviction = Callable[..., None]
@@ -103,7 +113,7 @@ class LayerGroup:
         """
         plan.recorded = True
         for operation in plan.in_layers:
-            operation.run(self, places, queries)
+            self._execute(operation, places, queries)
 
     def record_replayed(self, plan: StepPlan) -> None:
         """Run the plan's operations on the tape's queries of all layers, after a step that replayed a graph.
@@ -119,7 +129,56 @@ class LayerGroup:
     def run(self, operations: Sequence[LayerOperation]) -> None:
         """Run operations between two steps, in all layers."""
         for operation in operations:
-            operation.run(self, range(len(self.layers)), None)
+            self._execute(operation, range(len(self.layers)), None)
+
+    def _execute(
+        self,
+        operation: LayerOperation,
+        places: range,
+        queries: Float[Tensor, "layers n query_heads head_dim"] | None,
+    ) -> None:
+        """Execute an operation in some layers.
+
+        Args:
+            operation: the operation.
+            places: the layers, by their places in the group.
+            queries: the step's queries of these layers, after rotation; None between steps.
+        """
+        if isinstance(operation, QueryAddition):
+            pages = [self.pages_of(place) for place in places]
+            self.observer.add_up(places, operation, queries, pages, self.columns)
+        elif isinstance(operation, AcceptedQueries):
+            capture = operation.capture
+            for place in places:
+                accepted = operation.drafted.copies[place][capture.queries]
+                self.ring.record(range(place, place + 1), accepted[None], capture.slots, capture.places)
+        elif queries is None:
+            assert isinstance(operation, LateCapture)
+            for copied, late in operation.copies:
+                self.ring.record(copied, late, operation.capture.slots, operation.capture.places)
+            operation.copies.clear()
+        else:
+            self._take(operation, places, queries)
+
+    def _take(
+        self,
+        operation: PromptChunk | HeldQueries | QueryCapture | DraftedQueries | LateCapture,
+        places: range,
+        queries: Float[Tensor, "layers n query_heads head_dim"],
+    ) -> None:
+        """Collect, hold, record or copy queries of the step that is under way."""
+        if isinstance(operation, QueryCapture):
+            self.ring.record(places, queries[:, operation.queries], operation.slots, operation.places)
+        elif isinstance(operation, DraftedQueries):
+            operation.copies.update(zip(places, queries[:, operation.queries], strict=True))
+        elif isinstance(operation, LateCapture):
+            operation.copies.append((places, queries[:, operation.capture.queries]))
+        elif isinstance(operation, HeldQueries):
+            for place, of_layer in zip(places, queries, strict=True):
+                self.ring.hold(place, operation.slot, of_layer[operation.first_query : operation.end_query])
+        else:
+            for place, of_layer in zip(places, queries, strict=True):
+                self.observer.collect(place, operation, of_layer, self.pages_of(place))
 
     @property
     def holds_int8(self) -> bool:

@@ -23,10 +23,10 @@ from keepset.errors import UnsupportedModelError
 from keepset.kernels.columns import Moments
 from keepset.kernels.page_layout import ColumnTarget, RecordedQueries
 from keepset.kernels.softmax import Softmax
-from keepset.paged.engine import Pages, QueryProjection
+from keepset.paged.engine import QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
 from keepset.paged.eviction import EvictionEvent, OccupiedPages
-from keepset.paged.pages import add_received, decoded_keys
+from keepset.paged.pages import Pages, add_received, decoded_keys
 from keepset.paged.query_records import PromptChunk, QueryAddition
 from keepset.recording import QueryRing, Recording, SummedFeature, of_step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -19,8 +19,79 @@ from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, LayerPages
 from keepset.kernels.predictor import Networks, entry_codes_in_pages
 from keepset.kernels.window import add_received_by, add_received_in_pages
 
-if TYPE_CHECKING:
-    from keepset.paged.engine import Pages
+
+@runtime_checkable
+class Pages(Protocol):
+    """One layer's cache, by sub-pages, in each process that computes.
+
+    A block is `kv_heads` sub-pages, one for each head. The sub-page of a head is `block * kv_heads + head`, and an
+    entry's slot is `subpage * block_size + offset`. Numbers continue into the caches of the next layers with the same
+    block tables, and after the last into the first, because pages that requests share may be in any of these caches.
+    """
+
+    @property
+    def slots(self) -> int:
+        """The number of entries that the layer's cache has room for."""
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a key."""
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a value."""
+
+    @property
+    def entry_sizes(self) -> tuple[int, int]:
+        """The numbers that an entry holds of a key and of a value, of which one may be part of the other."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of keys and values as they are read."""
+
+    @property
+    def entry_bytes(self) -> int:
+        """The bytes of an entry's key and value, as they are stored."""
+
+    @property
+    def format(self) -> PageFormat | None:
+        """How the cache's keys and values are read, and maybe written, if it is quantised, else None."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the cache."""
+
+    @property
+    def block_size(self) -> int:
+        """The number of entries of a sub-page."""
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
+        """Return keys alone, as they are stored.
+
+        Args:
+            subpages: the numbers of whole sub-pages, in the order of the entries.
+        """
+
+    def read(
+        self, subpages: Int[Tensor, "*rows pages"]
+    ) -> tuple[Shaped[Tensor, "*rows entries row"], Shaped[Tensor, "*rows entries row"]]:
+        """Return the keys and values of whole sub-pages, each row's pages joined.
+
+        Args:
+            subpages: their numbers, in the order of the entries.
+
+        Returns:
+            Keys and values as they are stored: plain numbers, or rows of a `PageFormat`. `entries` is
+            `pages * block_size`. After a head's own entries comes whatever the page held before.
+        """
+
+    def write(self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n row"], slots: Int[Tensor, " n"]) -> None:
+        """Write entry `i` to `slots[i]`.
+
+        Args:
+            keys, values: after rotation, as they are stored.
+            slots: distinct and inside the cache: kernels check neither.
+        """
 
 
 class StridedPages:

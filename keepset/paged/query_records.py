@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Accumulators
 from keepset.kernels.page_layout import EntriesInPages
-
-if TYPE_CHECKING:
-    from keepset.paged.layer_group import LayerGroup
 
 
 @dataclass
@@ -99,12 +96,6 @@ class PromptChunk:
     position: int
     subpages: Int[Tensor, "kv_heads pages"]
 
-    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Collect the chunk in each of these layers."""
-        assert queries is not None
-        for place, own in zip(places, queries, strict=True):
-            group.observer.collect(place, self, own, group.pages_of(place))
-
 
 @dataclass(frozen=True)
 class QueryAddition:
@@ -138,11 +129,6 @@ class QueryAddition:
     held: int | None = None
     first_query: int | None = None
 
-    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Sum their attention in these layers."""
-        pages = [group.pages_of(place) for place in places]
-        group.observer.add_up(places, self, queries, pages, group.columns)
-
 
 @dataclass(frozen=True)
 class HeldQueries:
@@ -156,12 +142,6 @@ class HeldQueries:
     slot: int
     first_query: int
     end_query: int
-
-    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Hold a copy of them in each of these layers."""
-        assert queries is not None
-        for place, own in zip(places, queries, strict=True):
-            group.ring.hold(place, self.slot, own[self.first_query : self.end_query])
 
 
 @dataclass(frozen=True)
@@ -177,11 +157,6 @@ class QueryCapture:
     slots: Int[Tensor, " n"]
     places: Int[Tensor, " n"]
 
-    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Write them to the rings of these layers."""
-        assert queries is not None
-        group.ring.record(places, queries[:, self.queries], self.slots, self.places)
-
 
 @dataclass(eq=False)
 class DraftedQueries:
@@ -194,11 +169,6 @@ class DraftedQueries:
 
     queries: Int[Tensor, " n"]
     copies: dict[int, Float[Tensor, "n query_heads head_dim"]] = field(default_factory=dict)
-
-    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Copy them in each of these layers."""
-        assert queries is not None
-        self.copies.update(zip(places, queries[:, self.queries], strict=True))
 
 
 @dataclass(frozen=True)
@@ -213,11 +183,6 @@ class AcceptedQueries:
     drafted: DraftedQueries
     capture: QueryCapture
 
-    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Write them to the rings of these layers."""
-        for place in places:
-            self.capture.run(group, range(place, place + 1), self.drafted.copies[place][None])
-
 
 @dataclass
 class LateCapture:
@@ -227,13 +192,10 @@ class LateCapture:
     """
 
     capture: QueryCapture
-    _copies: list[tuple[range, Tensor]] = field(default_factory=list)
+    copies: list[tuple[range, Tensor]] = field(default_factory=list)
 
-    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Copy the step's queries of these layers; without queries, write all copies to the rings."""
-        if queries is not None:
-            self._copies.append((places, queries[:, self.capture.queries]))
-            return
-        for copied, own in self._copies:
-            group.ring.record(copied, own, self.capture.slots, self.capture.places)
-        self._copies = []
+
+LayerOperation = (
+    PromptChunk | QueryAddition | HeldQueries | QueryCapture | DraftedQueries | AcceptedQueries | LateCapture
+)
+"""What layers do with the queries of a step, or with recorded ones; `LayerGroup` executes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -14,10 +14,7 @@ from torch import Tensor
 
 from keepset.kernels.page_layout import PagedTokens, PageGroup, PageLayout
 from keepset.paged.eviction import EvictionEvent, EvictionSchedule
-from keepset.paged.query_records import QueryAddition
-
-if TYPE_CHECKING:
-    from keepset.paged.layer_group import LayerGroup
+from keepset.paged.query_records import LayerOperation, QueryAddition
 
 
 @dataclass(frozen=True)
@@ -159,21 +156,6 @@ class RaggedStep:
     def of_layer(self, place: int) -> PageLayout:
         """Return the layout of one layer, given by its place in the group."""
         return PageLayout(*(part[:, place : place + 1] for part in self.layout))
-
-
-@runtime_checkable
-class LayerOperation(Protocol):
-    """An operation of layers on the queries of a step, or on recorded ones."""
-
-    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Run it in some layers.
-
-        Args:
-            group: the group of layers.
-            places: the layers, by their places in the group.
-            queries: the step's queries of these layers, after rotation, `[layers, n, query_heads, head_dim]`; None
-                between steps.
-        """
 
 
 @dataclass

@@ -14,8 +14,8 @@ from keepset.errors import UnsupportedEngineError
 from keepset.kernels.entry_format import Mixing
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
-from keepset.paged.engine import LayerAdapter, Pages
-from keepset.paged.pages import StridedPages
+from keepset.paged.engine import LayerAdapter
+from keepset.paged.pages import Pages, StridedPages
 from keepset.vllm.compat import fill_scales, softcap_of
 from keepset.vllm.engine_context import CurrentStep, PlannedStep, active
 from keepset.vllm.formats import format_of, own_mixing

@@ -18,8 +18,7 @@ from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.kernels.page_layout import FiledLayouts, PagedTokens, PageGroup
 from keepset.kernels.paged import attend_heads, attend_pages
 from keepset.kernels.softmax import Softmax
-from keepset.paged.engine import Pages
-from keepset.paged.pages import decoded_entries
+from keepset.paged.pages import Pages, decoded_entries
 from keepset.vllm.attention import CompressedAttentionImpl
 from keepset.vllm.engine_context import PlannedStep
 

@@ -18,9 +18,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from keepset.core.statistics import HeadShare
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.softmax import Softmax
-from keepset.paged.engine import EngineSize, Pages, StepAdapter
+from keepset.paged.engine import EngineSize, StepAdapter
 from keepset.paged.eviction import group_leader
 from keepset.paged.layer_group import LayerGroup
+from keepset.paged.pages import Pages
 from keepset.paged.planner import Planner
 from keepset.paged.step import RequestRows, StepBatch, StepPlan
 from keepset.vllm import stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keepset.paged.engine import Pages
+from keepset.paged.pages import Pages
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
