@@ -229,9 +229,13 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return super().pop_blocks_for_free(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request, and its context if no other request has it."""
+        """Forget an ended request."""
         self._drafting.pop(request_id, None)
         self._most.pop(request_id, None)
+        self.leave(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """Forget how a request is compressed differently from others, and its context if no other request has it."""
         own = self._own.pop(request_id, None)
         first = None if own is None else own.first_hash
         if first is not None and all(first != other.first_hash for other in self._own.values()):
@@ -264,6 +268,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offer to other requests only those blocks to which no compression of this request writes."""
+        if not num_tokens:  # also after its context could not be loaded, when it has no blocks
+            return
         if (own := self._own.get(request.request_id)) is not None:
             # Hashes of a request's tokens do not depend on its budget, but those of a context begin with its digest.
             if own.placement is not None and own.placement.shared:
