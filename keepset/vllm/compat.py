@@ -12,7 +12,9 @@ an engine starts. Facts that this check cannot see are checked where the code re
 - `do_kv_cache_update` writes to the very tensor `CommonAttentionMetadata.slot_mapping`, which
   `CompressedAttentionImpl` checks;
 - a lookup's `max_length` is at most the prompt's less one (`KeepManager`), and a request's first blocks come from
-  `allocate_new_blocks`, right after `remove_skipped_blocks` told its prompt's length.
+  `allocate_new_blocks`, right after `remove_skipped_blocks` told its prompt's length;
+- a request that waited for a connector is scheduled like a new one if then it has no computed tokens and no blocks
+  (`ContextConnector`).
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ BORROWED: dict[str, tuple[str, ...]] = {
     _MANAGER + "find_longest_cache_hit": ("max_length", "kv_cache_spec"),
     _MANAGER + "new_step_starts": (),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ("request", "num_new_tokens"),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.free": ("request",),
     "vllm.v1.request.Request.update_block_hashes": (),
     "vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing": (),
     "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase.get_kv_cache_spec": ("vllm_config",),

@@ -78,16 +78,18 @@ class EmptiedBlockCounts(KVConnectorWorkerMetadata):
         blocks: the numbers of blocks.
         weights: if the scheduler has asked, by the number of its question and by process: a digest of weights that were
             changed since they were loaded; "" for others.
+        lost: requests whose context a process could not load, and whose tokens can be computed instead.
     """
 
     blocks: dict[RequestKey, int] = field(default_factory=dict)
     weights: dict[tuple[int, int], str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> EmptiedBlockCounts:
         assert isinstance(other, EmptiedBlockCounts)
         mine, others = self.blocks, other.blocks
         both = {key: min(mine[key], others[key]) for key in mine.keys() & others.keys()}
-        return EmptiedBlockCounts(mine | others | both, self.weights | other.weights)
+        return EmptiedBlockCounts(mine | others | both, self.weights | other.weights, self.lost | other.lost)
 
 
 @dataclass

@@ -4,6 +4,9 @@ A request that names a context has only its question as a prompt. Placeholder to
 put in front, and vLLM is told that a connector has their cache. So vLLM allocates blocks, waits until they are filled,
 and caches full ones under hashes that begin with the context's digest. Later requests find them like any cached prefix,
 and only their own last blocks are filled.
+
+A file can be gone when it is to be read, because another server has saved a newer version since. A request whose prompt
+was found to begin with the context is then computed like any other. One that has named it ends with an error.
 """
 
 from __future__ import annotations
@@ -53,10 +56,12 @@ class ContextLoads(StepMessage):
 
 
 class _Asked(NamedTuple):
-    """A request's context, and its placement."""
+    """A request's context, its placement, whether it was found by the prompt's tokens, and the request's own salt."""
 
     context: SavedContext
     placement: ContextPlacement
+    found: bool
+    salt: str | None
 
 
 class ContextConnector(BlockCountConnector):
@@ -79,6 +84,9 @@ class ContextConnector(BlockCountConnector):
         self._question, self._answered = 0, True
         self._under_way: set[str] = set()  # when the connector was reset
         self._to_find: dict[str, str] = {}
+        self._unread: set[str] = set()  # in a process that computes, until it tells the scheduler
+        self._lost: set[str] = set()
+        self._anew: set[str] = set()
         if self._limit is not None and role == KVConnectorRole.SCHEDULER:
             OwnedContexts.clear_unfinished(folder)
 
@@ -103,17 +111,24 @@ class ContextConnector(BlockCountConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._loader is not None and self._saver is not None
         done, failed = self._loader.finish()
-        for name, sentence in failed.items():
-            logger.error("Request %s: %s", name, sentence)
-        self._failed |= failed.keys()
+        for job, sentence in failed:
+            if job.found:
+                logger.warning("Request %s is computed without its context: %s", job.request, sentence)
+                self._unread.add(job.request)
+            else:
+                logger.error("Request %s: %s", job.request, sentence)
+                self._failed.add(job.request)
         results = super().get_transfer_results(finished_req_ids)
-        results.finished_recving |= done
+        results.finished_recving |= done | self._unread
         results.finished_sending |= self._saver.finish()
         return results
 
     def build_connector_worker_meta(self) -> EmptiedBlockCounts | None:
-        """Return what the scheduler must know after a step: emptied blocks, and whether weights were changed."""
+        """Return what the scheduler must know after a step."""
         report, metadata, context = super().build_connector_worker_meta(), self._message, active()
+        if self._unread:
+            report = report or EmptiedBlockCounts()
+            report.lost, self._unread = self._unread, set()
         if isinstance(metadata, ContextLoads) and metadata.question is not None:
             assert context is not None and context.weights is not None
             report = report or EmptiedBlockCounts()
@@ -169,7 +184,7 @@ class ContextConnector(BlockCountConnector):
         context = self._library.beginning(request.prompt_token_ids, owner)
         try:
             if context is not None:
-                self._begin(request, context)
+                self._begin(request, context, found=True)
         except KeepsetError as error:
             logger.error("Request %s: %s", request.request_id, error)
 
@@ -192,9 +207,9 @@ class ContextConnector(BlockCountConnector):
             request._all_token_ids[:] = request.prompt_token_ids
             request.num_prompt_tokens = len(request.prompt_token_ids)
             stats.in_front(options.ticket, context.tokens, request.num_prompt_tokens)
-        self._begin(request, context)
+        self._begin(request, context, found=False)
 
-    def _begin(self, request: Request, context: SavedContext) -> None:
+    def _begin(self, request: Request, context: SavedContext, found: bool) -> None:
         """File the context's blocks under its digest, which replaces its tokens in the hashes."""
         if len(self._placements) > _PLACEMENTS:
             self._placements.clear()
@@ -202,17 +217,28 @@ class ContextConnector(BlockCountConnector):
             spec: Any = self._manager.kv_cache_spec
             self._placements[context.digest] = self._placed(context, spec.block_size, spec.num_kv_heads)
         placement = self._placements[context.digest]
-        tokens = request._all_token_ids[: context.tokens]
+        tokens, salt = request._all_token_ids[: context.tokens], request.cache_salt
         request._all_token_ids[: context.tokens] = [0] * context.tokens
-        request.cache_salt = f"keepset {self._salt} {context.digest} {request.cache_salt or ''}"
+        request.cache_salt = f"keepset {self._salt} {context.digest} {salt or ''}"
         request.block_hashes = []
         request.update_block_hashes()
         request._all_token_ids[: context.tokens] = tokens
         going_on = context.recipe, context.contents.prompt, context.next_event
         self._manager.begin(request.request_id, request.block_hashes, placement, *going_on)
-        self._asked[request.request_id] = _Asked(context, placement)
+        self._asked[request.request_id] = _Asked(context, placement, found, salt)
         if context.owner:
             OwnedContexts(self._library.folder, context.owner).touch(context.path)
+
+    def _compute(self, name: str) -> None:
+        """Make a request that begins with a context begin with nothing, because no blocks of it could be filled."""
+        request, asked = self._known[name].request, self._asked.pop(name)
+        request.cache_salt, request.block_hashes = asked.salt, []
+        request.update_block_hashes()
+        assert self._kv_cache_manager is not None
+        self._kv_cache_manager.free(request)
+        self._manager.leave(name)
+        request.num_computed_tokens = 0
+        self._anew.add(name)  # ranks that could read the file forget it
 
     def _placed(self, context: SavedContext, block_size: int, kv_heads: int) -> ContextPlacement:
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
@@ -249,30 +275,36 @@ class ContextConnector(BlockCountConnector):
         name = request.request_id
         if name not in self._asked or self._known[name].denied or not num_external_tokens:
             return
-        context, placement = self._asked[name]
+        context, placement, found, _ = self._asked[name]
         whole = not placement.shared
         if num_external_tokens > placement.tokens - placement.own * self._manager.block_size:
             whole = True
             self._loading[context.digest] = name
         stats.context_used(context.title, whole)
         table = blocks.get_block_ids()[0]
-        self._to_load.append(LoadJob(name, context, placement, table, whole))
+        self._to_load.append(LoadJob(name, context, placement, table, whole, found))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ContextLoads:
         expected = super().build_connector_meta(scheduler_output)
         loads = ContextLoads(**vars(expected), jobs=self._to_load, saves=self._to_save)
         loads.question = None if self._answered else self._question
-        self._to_load, self._to_save = [], []
+        loads.ended |= self._anew
+        self._to_load, self._to_save, self._anew = [], [], set()
         return loads
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
-        weights = report.weights if isinstance(report, EmptiedBlockCounts) else {}
+        report = report if isinstance(report, EmptiedBlockCounts) else EmptiedBlockCounts()
+        weights = report.weights
         if changes := [weights[process] for process in sorted(weights) if process[0] == self._question]:
             self._answer(" ".join(changes).strip())
         finished = connector_output.finished_recving or set()
         self._loading = {digest: name for digest, name in self._loading.items() if name not in finished}
+        self._lost |= report.lost  # by one rank, while others may still read
+        for name in self._lost & finished & self._asked.keys():
+            self._compute(name)
+        self._lost -= finished
 
         for name in connector_output.finished_sending or ():
             owned, path = self._saves.pop(name)
@@ -287,7 +319,9 @@ class ContextConnector(BlockCountConnector):
         self._to_find.pop(request.request_id, None)
         asked, known = self._asked.pop(request.request_id, None), self._known.get(request.request_id)
         if asked and known and request.status == RequestStatus.FINISHED_ERROR and not known.denied:
-            stats.refused(known.ticket, f"Context {asked.context.name!r} cannot be loaded: build it again.")
+            is_there, name = asked.context.path.is_file(), repr(asked.context.name)
+            gone = f"Context {name} was replaced or deleted before it was loaded: ask again."
+            stats.refused(known.ticket, f"Context {name} cannot be loaded: build it again." if is_there else gone)
         if asked is not None and asked.context.owner:
             OwnedContexts(self._library.folder, asked.context.owner).sweep(self._limit, self._used)
         self._loading = {digest: name for digest, name in self._loading.items() if name != request.request_id}

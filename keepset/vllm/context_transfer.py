@@ -57,6 +57,7 @@ class LoadJob:
         placement: the context's place in the request's blocks.
         blocks: the request's blocks, by logical position.
         whole: whether shared pages are also filled; else only the request's own.
+        found: whether the request's prompt was found to begin with the context, so that it can be computed instead.
     """
 
     request: str
@@ -64,6 +65,7 @@ class LoadJob:
     placement: ContextPlacement
     blocks: list[int]
     whole: bool
+    found: bool
 
 
 class ContextLoader:
@@ -98,14 +100,14 @@ class ContextLoader:
         if idle:
             wait([read for _, read in self._reading], _PATIENCE)
 
-    def finish(self) -> tuple[set[str], dict[str, str]]:
-        """Return the requests whose blocks were filled since the last call, and the reasons of failed ones by name."""
-        failed, reading = {}, []
+    def finish(self) -> tuple[set[str], list[tuple[LoadJob, str]]]:
+        """Return the requests whose blocks were filled since the last call, and failed jobs with the reasons."""
+        failed, reading = [], []
         for job, read in self._reading:
             if not read.done():
                 reading.append((job, read))
             elif (error := read.exception()) is not None:  # a broken file must not stop other requests
-                failed[job.request] = str(error)
+                failed.append((job, str(error)))
             else:
                 self._arrived(job, read.result())
         self._reading = reading

@@ -250,9 +250,13 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return super().pop_blocks_for_free(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request, and its context if no other request has it."""
+        """Forget an ended request."""
         self._drafting.pop(request_id, None)
         self._most.pop(request_id, None)
+        self.leave(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """Forget how a request is compressed differently from others, and its context if no other request has it."""
         own = self._own.pop(request_id, None)
         first = None if own is None else own.first_hash
         if first is not None and all(first != other.first_hash for other in self._own.values()):
@@ -285,6 +289,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offer to other requests only those blocks to which no compression of this request writes."""
+        if not num_tokens:  # also after its context could not be loaded, when it has no blocks
+            return
         running = self._requests[request.request_id]
         if running.is_offered:
             return

@@ -90,7 +90,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     yield from _of_drafts(config, recipe)
     connector = config.kv_transfer_config
     if contexts_of(config) is not None and connector is not None and connector.kv_load_failure_policy != "fail":
-        yield "a context that cannot be loaded cannot be computed instead; leave kv_load_failure_policy out."
+        yield "a context that a request names is never computed instead; leave kv_load_failure_policy out."
     yield from _of_connectors(config)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."

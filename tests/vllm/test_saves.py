@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 import keepset
+from tests.hf.damage import flipped
 from tests.vllm.compared import IDS, NO_BINDING, answers_of, result
-from tests.vllm.contexts import serving
-from tests.vllm.engine import Ask, Result, Scenario, sealed
+from tests.vllm.contexts import serving, write
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario, sealed
 from tests.vllm.late import Late
 
-owned = Late("keepset.vllm.contexts")
+owned, stats = Late("keepset.vllm.contexts"), Late("keepset.vllm.stats")
 
 TOKENS = 20
 SHARED = {"equal": 64, "ragged": 64, "none": 128}
@@ -263,6 +265,83 @@ def test_a_chat_of_short_turns_is_compressed_again_and_again(
         counts = torch.tensor([layer.store.counts for layer in cache.managed_layers.values()])
         assert counts.double().mean() <= keep + every + cache.managed_layers[0].decoding.recorder.reach
         engine.check_nothing_left()
+
+
+LOST = {
+    "equal": "snapkv(window=8, keep=40)",
+    "going on": "adakv(snapkv(window=4), keep=48, every=24)",
+    "whole": None,
+    "ranks": "snapkv(window=8, keep=40)",
+    "ahead": "adakv(snapkv(window=4), keep=48, every=24)",
+}
+LOST_AT = 6
+
+
+def lost_asks() -> list[Ask]:
+    """Requests at the step at which files go: by tokens, some at once and one aborted meanwhile; by name; and later."""
+    mine, said = sealed(owner=ONE), [*IDS[1500:1650], *IDS[400:437]]
+    return [
+        *[Ask(said + IDS[600 : 600 + more], TOKENS, add=LOST_AT, extra=mine) for more in (0, 9, 40)],
+        Ask(said, TOKENS, add=LOST_AT, extra=mine, abort=LOST_AT + 1),
+        Ask(said, TOKENS, add=LOST_AT, extra=sealed(owner=ONE, context="chat", ticket="5" * 32)),
+        Ask(IDS[1800:1990], TOKENS, add=LOST_AT, extra=mine),  # of a damaged file
+        Ask(said, TOKENS, add=LOST_AT, extra=sealed(owner=ONE, save="again")),
+        Ask(said + IDS[700:720], TOKENS, add=90, extra=mine),  # begins with the new version
+        Ask(IDS[2200:2290], 60, add=LOST_AT - 3),  # runs meanwhile
+    ]
+
+
+def lost(tiny: Path, model: PreTrainedModel, folder: Path, name: str) -> Scenario:
+    """An engine, while another one saves a newer version of a context, and deletes the one that requests begin with."""
+    recipe, own = LOST[name] or "streaming_llm(keep=1.0)", folder / "saved" / ONE
+    own.mkdir(parents=True)
+    before, after = (own / f"chat@{number:020d}-{number}.safetensors" for number in (1, 2))
+    text = IDS[1500:1650]
+    for context, tokens in (("old", text), ("new", [*text, *IDS[400:410]]), ("bad", IDS[1800:1900])):
+        write(folder, model, context, recipe, len(tokens), tokens)
+    (folder / "old.safetensors").rename(before)
+    coming = (folder / "new.safetensors").rename(folder / "new")
+    damaged = folder / "bad.safetensors"
+    damaged.write_bytes(flipped(damaged.read_bytes(), "layers.1.columns.values"))
+    files = [(LOST_AT, coming, after), (LOST_AT, None, before)]
+    return serving(
+        tiny, folder, lost_asks(), LOST[name], 10**7, signed=True, files=files, **ENGINES.get(name, ("", {}))[1]
+    )
+
+
+def check_lost(engine: Result, folder: Path, model: PreTrainedModel, name: str) -> None:
+    recipe, asks = LOST[name] or "streaming_llm(keep=1.0)", lost_asks()
+    for place in (0, 1, 2, 5, 6, 8):
+        inputs = {"input_ids": torch.tensor([asks[place].ids]), "past_key_values": keepset.Cache(model, recipe)}
+        length = asks[place].max_tokens
+        answer = model.generate(**inputs, max_new_tokens=length, do_sample=False, eos_token_id=None)[0, -length:]
+        assert engine.tokens[place] == answer.tolist(), place
+        assert engine.reasons[place] == "length" and (engine.cached[place] or 0) % BLOCK == 0
+    assert engine.tokens[3] in (None, []) and engine.reasons[4] == "error" and not engine.tokens[4]
+    (new,) = (folder / "saved" / ONE).glob("chat@*")
+    assert len(engine.tokens[7] or []) == TOKENS and engine.cached[7] == keepset.Cache.load(new, model).get_seq_length()
+    saved = keepset.Cache.load(owned.OwnedContexts(folder, ONE).newest()["again"], model)
+    assert saved.get_seq_length() == len(asks[6].ids) + TOKENS - 1
+    engine.check_nothing_left()
+
+
+def test_a_prompt_is_computed_if_the_context_that_it_begins_with_is_gone(
+    tiny: Path, tiny_model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stats.FOLDER, str(tmp_path / "stats"))
+    scenario = lost(tiny, tiny_model, tmp_path / "contexts", "equal")
+    answers = answers_of({"equal": scenario}, env={stats.FOLDER: os.environ[stats.FOLDER]})
+    check_lost(result(answers, "equal"), tmp_path / "contexts", tiny_model, "equal")
+    assert stats.refusal("5" * 32) == "Context 'chat' was replaced or deleted before it was loaded: ask again."
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["going on", "whole", "ranks", "ahead"])
+def test_a_prompt_is_computed_in_other_engines(
+    name: str, tiny: Path, tiny_model: PreTrainedModel, tmp_path: Path
+) -> None:
+    answers = answers_of({name: lost(tiny, tiny_model, tmp_path, name)}, env=NO_BINDING)
+    check_lost(result(answers, name), tmp_path, tiny_model, name)
 
 
 def test_what_ranks_gather_arrives_bit_for_bit() -> None:

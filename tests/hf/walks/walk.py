@@ -691,7 +691,8 @@ class Walk:
         self.trace.append(f"{self.branches.index(branch)}: replay of request {r}")
         ids, valid, prompt = branch.ids[r : r + 1], branch.valid[r : r + 1], branch.prompt or 0
         strip = int(valid[0].long().argmax()) if self.draw.random() < 0.7 else 0
-        ends = {*branch.ends, *(length for length, _ in branch.rows[r].events)}
+        # Not at events: tokens that follow one in the same forward have looked at what it drops.
+        ends = set(branch.ends)
         if self.draw.random() < 0.5:
             last = branch.columns if self.recipe.schedule.every is None else prompt
             ends |= {self.draw.randint(1, last) for _ in range(2)}
