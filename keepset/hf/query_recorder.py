@@ -55,7 +55,6 @@ class Collector:
             none.
         span: how many tokens before that event are looked at, the last one included.
         recorder: records the queries before it; None if there is none.
-        seconds: time that each kind of feature took over the prompt.
     """
 
     def __init__(self, needs: Needs, prompt: int | None = None, every: int | None = None, next_event: int = 0) -> None:
@@ -74,6 +73,7 @@ class Collector:
 
     @property
     def seconds(self) -> Mapping[Hashable, float]:
+        """Time that each kind of feature took over the prompt."""
         return self._accumulators.seconds
 
     def looks_at(self, new: AttentionInput) -> bool:
