@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,6 @@ from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.kernels.softmax import Softmax
-
-if TYPE_CHECKING:
-    from keepset.core.observation import Observation
 
 Value = TypeVar("Value")
 AnyFeature = TypeVar("AnyFeature", bound="Feature[Any]")
@@ -183,8 +180,11 @@ class Feature(ABC, Generic[Value]):
         """Return the feature that serves both this one and another of the same key."""
         return self
 
-    def of(self, observation: Observation) -> Value:
+    def of(self, observation: Any) -> Value:
         """Compute the value from the rest of an observation, if it was not collected.
+
+        Args:
+            observation: an `Observation`, whose module imports this one.
 
         Raises:
             KeepsetError: if the observation does not determine it.

@@ -128,7 +128,7 @@ class EditableCache(Forwards, TransformersCache):
     @property
     def _looks_at_prompt(self) -> bool:
         """Return whether a prompt is incomplete, and more than its entries is collected from it."""
-        return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.managed_layers.values())
+        return any(kept.prompt is not None and bool(kept.collector.needs) for kept in self.managed_layers.values())
 
     def _requests(self, rows: Tensor) -> list[int]:
         """Return the indices of requests, on the host."""

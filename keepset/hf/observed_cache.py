@@ -40,7 +40,7 @@ from keepset.hf.edits import EditableCache
 from keepset.hf.forwards import DecoderCall, Forwards
 from keepset.hf.hooks import AttentionHooks, ImageHooks, ModelHooks, PerplexityHooks, RopeDeltas, image_token_ids
 from keepset.hf.latents import LatentStore
-from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
+from keepset.hf.layer import LayerState
 from keepset.hf.model_support import (
     caches_latents,
     check_model,
@@ -53,6 +53,7 @@ from keepset.hf.model_support import (
 )
 from keepset.hf.other_layers import compressible, is_bounded, mend_mixers, nbytes_of, own_layers
 from keepset.hf.progress import KnowsText, Progress
+from keepset.hf.query_recorder import Collector
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.store import StoredObservation
 from keepset.recipe import Schedule
@@ -322,11 +323,11 @@ class ObservedCache(EditableCache, KnowsText):
         assert progress is not None and progress.positions is not None
         new.positions, new.cache_valid = progress.positions.to(new.key.device), progress.valid
         new.start, new.end = layer.logical, layer.logical + new.positions.shape[1]
-        if self._hooks is not None and layer.looks_at(new):
+        if self._hooks is not None and layer.collector.looks_at(new):
             new.layer_input = self._hooks.layer_input(new)
             new.rotation = new.layer_input.rotation
         # Drafts of assisted generation that follow the prompt attend to what its compression has kept.
-        parts = (new, None) if layer.prompt is None else new.split(progress.prompt)
+        parts = (new, None) if layer.collector.prompt is None else new.split(progress.prompt)
         if layer.readers:
             if layer.has_readers_left:  # in the forward before they attended to something else
                 raise UnsupportedModelError(
@@ -349,7 +350,7 @@ class ObservedCache(EditableCache, KnowsText):
 
     def attend_shared(self, layer: LayerState, reader: AttentionInput) -> Tensor:
         """Return the attention of another layer to a kept layer's entries, after handling the event that it reaches."""
-        output, up_to_event = layer.attend_shared(reader)
+        output, up_to_event = layer.attend(reader)
         if layer.has_readers_left:
             set_pending_attention(partial(self.attend_shared, layer), reader.key, reader.value)
         if up_to_event is not None:
@@ -363,8 +364,8 @@ class ObservedCache(EditableCache, KnowsText):
         self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
         self.progress.images = None if self._images is None else ((),) * len(none)
         for layer in self.managed_layers.values():
-            layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
-            layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
+            compressed = prompt if self.schedule.prefill else None
+            layer.collector = Collector(self.needs, compressed, every, prompt + (every or 0))
         return self.progress
 
     def _advance(self, new: AttentionInput) -> None:

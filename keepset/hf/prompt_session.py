@@ -124,7 +124,7 @@ class Recorder(ObservedCache):
     def _observe_event(self, layer: LayerState, up_to_event: AttentionInput) -> None:
         self._on_layer()
         super()._observe_event(layer, up_to_event)
-        self._collecting.update(layer.seconds)
+        self._collecting.update(layer.collector.seconds)
 
     def _choose(self, observations: list[Observation]) -> None:
         self.observations += observations

@@ -1,21 +1,25 @@
-"""`QueryRecorder`: sums and moments of one layer's queries between two events, so that queries need not be stored.
+"""`Collector`: collects what a layer's next event looks at besides its entries.
 
-The queries that must be stored are in a `QueryWindow`.
+Over the prompt `Accumulators` collect it, and between two events a `QueryRecorder`: it has sums and moments of queries,
+so that these need not be stored. Those that must be stored are in a `QueryWindow`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from keepset.core.feature import Chunk, Feature, Needs
+from keepset.core.feature import Accumulators, Chunk, Feature, Needs, RequestKeys
 from keepset.core.features.moments import QueryMoments
 from keepset.core.features.queries import WindowAttention, WindowSums
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.files import below
 from keepset.hf.attention import AttentionInput
 from keepset.hf.store import EntryStore
@@ -27,6 +31,179 @@ _MOST = 8
 """The most queries that wait to be summed, which is the most that an event has to process."""
 _SHARE = 20
 """The bytes of waiting queries are at most those of the entries divided by this."""
+NEVER = sys.maxsize
+"""The logical length of an event that does not come."""
+
+
+class Collector:
+    """The inputs of one layer's next event.
+
+    The end of a prompt that is compressed is an event, whose inputs are collected in one forward or in chunks. Further
+    events come at fixed intervals of tokens, given or generated. Attention sees the entries from before the newest
+    event that a forward reaches. Padding between events counts as tokens, so a padded request has fewer queries in a
+    window.
+
+    Args:
+        needs: the method's inputs besides the entries.
+        prompt: tokens of a prompt that is compressed, padding included; None if there is none.
+        every: tokens from one event to the next after the prompt; None if there are no such events.
+        next_event: logical length of the first event after the prompt.
+
+    Attributes:
+        prompt: as given, until the prompt is complete.
+        next: logical length of the next event after the prompt; every token so far lies before it. `NEVER` if there is
+            none.
+        span: how many tokens before that event are looked at, the last one included.
+        recorder: records the queries before it; None if there is none.
+    """
+
+    def __init__(self, needs: Needs, prompt: int | None = None, every: int | None = None, next_event: int = 0) -> None:
+        self.needs, self.prompt, self._every = needs, prompt, every or 0
+        self.next, self.span = NEVER, 0
+        self.recorder: QueryRecorder | None = None
+        if every:
+            self.next, self.recorder = next_event, QueryRecorder(needs, every)
+            self.span = max(self.recorder.reach, 1)
+        self._window, self._accumulators = QueryWindow(), Accumulators(() if prompt is None else needs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for the events after the prompt, beside the store."""
+        return 0 if self.recorder is None else self.recorder.nbytes
+
+    @property
+    def seconds(self) -> Mapping[Hashable, float]:
+        """Time that each kind of feature took over the prompt."""
+        return self._accumulators.seconds
+
+    def looks_at(self, new: AttentionInput) -> bool:
+        """Return whether an event will look at these tokens' queries, or lies among the tokens."""
+        if self.prompt is not None or new.end > self.next - self.span:
+            return True
+        return self.recorder is not None and self.recorder.newest > 0 and new.padded
+
+    def add(self, new: AttentionInput, store: EntryStore | None) -> tuple[AttentionInput | None, AttentionInput | None]:
+        """Take in the tokens of one forward, once its attention is done. Entries beyond an event leave the store.
+
+        Args:
+            new: the tokens.
+            store: the entries, including those of these tokens; None if these are the prompt's first.
+
+        Returns:
+            The tokens up to the newest event that they reach, and those beyond it. Older events are skipped.
+        """
+        if self.prompt is not None:
+            self._add_of_prompt(new, store)
+            self.record(new, None)
+            return (new if new.end >= self.prompt else None), None
+        if self.recorder is None:
+            return None, None
+        assert store is not None
+        if new.end < self.next:
+            self.recorder.record(new, store, self.next)
+            return None, None
+        point = new.end - (new.end - self.next) % self._every
+        up_to_event, after = new.split(point)
+        if after is not None:
+            store.crop((after.lengths - up_to_event.lengths).tolist())
+        if self.next < point:  # inputs that were collected for skipped events are not needed
+            self.recorder.forget(store)
+            self.next = point
+        self.recorder.record(up_to_event, store, point)
+        self.recorder.add_up(up_to_event, store, point, point, up_to_event.lengths)
+        return up_to_event, after
+
+    def _add_of_prompt(self, new: AttentionInput, store: EntryStore | None) -> None:
+        if size := self.needs.window:
+            with self._accumulators.timed(RecentQueries):
+                recent = new if new.real is not None else new.tokens(slice(max(new.length - size, 0), None))
+                self._window.add(recent, size)
+                self._window.keep(size)
+        if not self._accumulators:
+            return
+        chunk = Chunk(
+            queries=new.query,
+            entries=partial(_entry_rows, new, store),
+            positions=new.positions,
+            valid=new.valid,
+            softmax=new.softmax,
+            lse=new.lse,
+            source=new.layer_input,
+            start=None if new.padded else new.start,
+            host_positions=None if new.real is None else new.real.positions,
+        )
+        self._accumulators.add(chunk)
+
+    def collected(self, up_to_event: AttentionInput, store: EntryStore | None) -> dict[str, Any]:
+        """Return the inputs of an event, as arguments of an `Observation`, and begin the interval to the next one.
+
+        Args:
+            up_to_event: the newest tokens before the event.
+            store: the entries; None if `up_to_event` has all of them. After the prompt keys and values are not among
+                the inputs, because they are read in place.
+        """
+        if self.prompt is None:
+            assert self.recorder is not None and store is not None
+            state = store.other_columns
+            parts: dict[str, Any] = {
+                "positions": state.pop("positions"),
+                "valid": store.exists,
+                "count": store.entries,
+                "state": state,
+            }
+            queries, features = self.recorder.take(up_to_event, state)  # takes its columns out of the state
+            self.next += self._every
+            return {**parts, **queries, "features": features}
+        if store is None:
+            parts = {"keys": up_to_event.key, "values": up_to_event.value}
+        else:
+            state, exists = store.padded()
+            if not exists.shape[-1]:  # for prompts without tokens, so that no method gets empty tensors
+                state = {
+                    name: column.new_zeros(*column.shape[:2], 1, *column.shape[3:]) for name, column in state.items()
+                }
+                exists = exists.new_zeros(*exists.shape[:2], 1)
+            parts = {name: state.pop(name) for name in ("keys", "values", "positions")}
+            parts |= {"state": state, "valid": exists, "count": store.entries}
+        features = self._accumulators.values(up_to_event.lengths, parts["keys"].shape[2])
+        parts |= {**self._window.newest(self.needs.window), "features": features}
+        self.prompt, self._window, seconds = None, QueryWindow(), self.seconds
+        self._accumulators = Accumulators(())
+        self._accumulators.seconds.update(seconds)
+        return parts
+
+    def record(self, new: AttentionInput, store: EntryStore | None) -> None:
+        """Record queries for the next event after the prompt; `store` is None while the prompt is not complete."""
+        if self.recorder is not None:
+            self.recorder.record(new, store, self.next)
+
+    def can_take_back(self, end: int) -> bool:
+        """Return whether the newest queries can be forgotten, so that the logical length `end` is left."""
+        return self.recorder is None or self.recorder.can_take_back(end, self.next)
+
+    def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
+        """Forget the newest queries: `end` is the logical length that is left, `lengths` the tokens of each request."""
+        if self.recorder is not None:
+            self.recorder.crop(end, lengths, store)
+
+    def reorder(self, rows: Int[Tensor, " rows"]) -> None:
+        """Make the batch consist of these requests."""
+        if self.recorder is not None:
+            self.recorder.reorder(rows)
+
+    def fork(self) -> Collector:
+        """Return an independent copy."""
+        copied = copy.copy(self)
+        copied.recorder = None if self.recorder is None else self.recorder.fork()
+        copied._window, copied._accumulators = self._window.fork(), self._accumulators.fork()
+        return copied
+
+
+def _entry_rows(new: AttentionInput, store: EntryStore | None) -> RequestKeys:
+    """Return every request's keys without holes, and which of a chunk's queries are real."""
+    keys, counts = (new.key, new.counts) if store is None else (store.keys, store.counts[:: store.kv_heads])
+    own: Sequence[Tensor | slice] = new.real_indices or [slice(None)] * len(keys)
+    return [(row[:, :count], real) for row, count, real in zip(keys, counts, own, strict=True)]
 
 
 class QueryRecorder:
@@ -43,6 +220,7 @@ class QueryRecorder:
 
     Attributes:
         reach: how many of the newest queries before an event are needed.
+        newest: how many of them the event reads themselves.
         window: queries that wait, or that the event needs themselves.
         moments: moments of the queries that do not wait any more.
         added_up_to: logical length up to which queries are summed.
@@ -51,6 +229,7 @@ class QueryRecorder:
     def __init__(self, needs: Needs, every: int) -> None:
         features = self._features = RecordedFeatures.of(needs, every)
         self.reach, self._summed, self._every = features.reach(), features.summed(), every
+        self.newest = features.newest
         self._windows = {feature: features.window(feature) for feature in features.added_up}
         self._rotated = bool(features.moments)
         """Whether the rotation of queries is recorded with them, because moments need them unrotated."""
@@ -67,8 +246,7 @@ class QueryRecorder:
 
     def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
         """Record the queries of a forward that the next event needs."""
-        newest = self._features.newest
-        keeps_all = newest and forward.padded  # a request with padding may have its newest queries further back
+        keeps_all = self.newest and forward.padded  # a request with padding may have its newest queries further back
         first = 0 if keeps_all else max(point - self.reach - forward.start, 0)
         if first >= forward.length:
             return
@@ -85,7 +263,7 @@ class QueryRecorder:
                 before = new.positions[:, 0] if new.valid is None else new.positions[:, 0] + ~new.valid[:, 0]
                 self.add_up(forward, store, point, new.start, before)
         self.window.add(new, new.length, self._rotated)
-        bound = max(newest, new.end - max(self.added_up_to, begins))
+        bound = max(self.newest, new.end - max(self.added_up_to, begins))
         if keeps_all and self.window.size > bound + _MOST:
             self.window.keep(bound)
 
@@ -105,7 +283,7 @@ class QueryRecorder:
         for feature, moments in self.moments.items():
             assert new.layer_input is not None
             features[feature] = feature.distribution(moments, new.layer_input, new.lengths)
-        newest, padded = self._features.newest, new.padded
+        newest, padded = self.newest, new.padded
         queries = self.window.newest(newest)
         self.moments, self._few = {}, None
         self._lengths = self._lengths if padded else None
@@ -218,7 +396,7 @@ class QueryRecorder:
         shifted = holes or new.padded
         # A copy, since a view would keep a whole forward's positions.
         self.added_up_to, self._lengths = end, lengths.clone() if shifted else None
-        self.window.keep(self._features.newest if shifted else end - (point - self._features.newest))
+        self.window.keep(self.newest if shifted else end - (point - self.newest))
 
     def _not_yet_added(
         self, new: AttentionInput, feature: SummedFeature, point: int, at: Int[Tensor, "batch n"]

@@ -26,10 +26,11 @@ from keepset.core.files import below
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.hooks import image_token_ids
-from keepset.hf.layer import DecodingPhase, LayerState
+from keepset.hf.layer import LayerState
 from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.other_layers import own_layers, restore_states, states, states_of_a_token
 from keepset.hf.progress import Event, Progress, SavedText
+from keepset.hf.query_recorder import Collector
 from keepset.recipe import Recipe
 
 
@@ -69,7 +70,7 @@ class Saved(NamedTuple):
             cache.stop_watching()
         else:
             for kept in cache.managed_layers.values():
-                kept.decoding = DecodingPhase(cache.needs, cache.schedule.every, self.next_event)
+                kept.collector = Collector(cache.needs, None, cache.schedule.every, self.next_event)
         try:
             for layer, tensors in zip(cache.layers, self.layers, strict=True):
                 _restore(layer, tensors, self.progress.logical)
@@ -114,7 +115,7 @@ def save(
             f"token_ids are {len(tokens)}, and the cache has {progress.logical} tokens of {len(progress.lengths)} "
             "requests: give those of its only request."
         )
-    decoding = next(iter(cache.managed_layers.values())).decoding
+    collector = next(iter(cache.managed_layers.values())).collector
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
     if progress.valid is not None:
         tensors["seen"] = progress.valid
@@ -136,7 +137,7 @@ def save(
     }
     come_to = {
         **{figure: getattr(progress, figure) for figure in ("logical", "prompt", "compressed_at")},
-        "next_event": None if decoding is None else decoding.next,
+        "next_event": None if collector.recorder is None else collector.next,
     }
     metadata = metadata_of(recipe, name, fingerprint(model), come_to, len(cache.layers))
     if event is not None:
@@ -227,8 +228,8 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
     if isinstance(layer, LayerState):
         assert layer.store is not None
         held |= {f"columns.{name}": column for name, column in layer.store.packed.items()}
-        if layer.decoding is not None:
-            held |= {f"passing.{name}": tensor for name, tensor in layer.decoding.recorder.tensors.items()}
+        if (recorder := layer.collector.recorder) is not None:
+            held |= {f"passing.{name}": tensor for name, tensor in recorder.tensors.items()}
         counts = torch.tensor(layer.store.counts, dtype=torch.long)
         return held | {"counts": counts.view(layer.store.batch, layer.store.kv_heads)}
     windows = DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
@@ -257,8 +258,8 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
         restore_states(layer, held)
     if isinstance(layer, LayerState):
         layer.store, layer.logical = layer.store_type.of(below("columns.", tensors), tensors["counts"]), logical
-        if layer.decoding is not None:
-            layer.decoding.recorder.restore(below("passing.", tensors), logical, layer.decoding.next)
+        if (recorder := layer.collector.recorder) is not None:
+            recorder.restore(below("passing.", tensors), logical, layer.collector.next)
     elif "keys" in tensors:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]

@@ -215,10 +215,12 @@ class EntryStore:
             real: indices of each request's tokens that are not padding; None if all are real.
             room: free places per head to allocate if the store has to grow, within limits; 0 if unknown.
         """
+        n = keys.shape[2]
         if real is None:
-            self.make_room(keys.shape[2], room)
+            if self._free < n or (self.residual is not None and self.residual._free < n):
+                self.make_room(n, room)
             append_entries([self.heads], keys, values, positions)
-            self.count_appended(keys.shape[2])
+            self.count_appended(n)
         elif self._format is None:
             self._append_real(keys, values, positions, real)
         else:

@@ -568,7 +568,7 @@ def test_queries_are_looked_at_only_before_an_event_and_hardly_any_is_held(name:
         model(prompt(1, 1, step), past_key_values=past)
         looked_at = max(0, step % 20 - (20 - reach))
         for layer in past.layers:
-            recorder, moments = layer.decoding.recorder, 4 * 4 * (1 + 16 + 16 * 17 // 2)
+            recorder, moments = layer.collector.recorder, 4 * 4 * (1 + 16 + 16 * 17 // 2)
             assert (recorder.nbytes > 0) == (looked_at > 0)
             assert recorder.window.size <= min(looked_at, 6 if name == "expected_attention" else 1)
             assert recorder.nbytes <= moments + 2 * (4 * 16 * 4 + 8 + 2 * 16 * 4)

@@ -236,7 +236,7 @@ def long_chat(model: PreTrainedModel, recipe: str) -> LongChat:
         chat.events.append(cache.events[seen:])
         said, saved = [*said, *answer, *IDS[400 + 20 * number : 400 + 20 * number + NEW]], len(said) + SHORT - 1
         for layer in cache.managed_layers.values():
-            layer.decoding.next = max(layer.decoding.next, saved + layer.decoding.recorder.reach)
+            layer.collector.next = max(layer.collector.next, saved + layer.collector.recorder.reach)
     return chat
 
 
@@ -263,7 +263,7 @@ def test_a_chat_of_short_turns_is_compressed_again_and_again(
         cache = keepset.Cache.load(owned.OwnedContexts(folders[name], ONE).newest()["long"], tiny_model)
         keep, every = cache.recipe.budget.keep, cache.recipe.schedule.every
         counts = torch.tensor([layer.store.counts for layer in cache.managed_layers.values()])
-        assert counts.double().mean() <= keep + every + cache.managed_layers[0].decoding.recorder.reach
+        assert counts.double().mean() <= keep + every + cache.managed_layers[0].collector.recorder.reach
         engine.check_nothing_left()
 
 

@@ -56,7 +56,7 @@ def naive(cache: Any) -> Naive:
         if isinstance(cache, keepset.Cache):
             nbytes.append(cache.nbytes)
             held.append(cache.share * (BEFORE + len(steps)))
-            windows = [layer.decoding.recorder.nbytes for layer in cache.layers if layer.decoding is not None]
+            windows = [layer.collector.nbytes for layer in cache.layers]
             stores = [layer.store.packed for layer in cache.layers]
             sums = [column.nbytes for store in stores for name, column in store.items() if name.startswith("received")]
             recorded = max(recorded, sum(windows) + sum(sums))
