@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -14,18 +14,33 @@ from keepset.hf.batch import can_go_together
 from keepset.lab.generation import Stream, step
 from keepset.lab.memory import MemoryBudget, is_out_of_memory, watch_peak
 
-if TYPE_CHECKING:
-    from keepset.lab.sweep.runner import Job
-
 MOST = 32
 """The most answers that are decoded at once."""
 Streams = Generator[Stream, None, None]
-Done = Iterator[tuple["Job", Exception | None]]
+
+
+class Answering(Protocol):
+    """A job with one answer or more.
+
+    Attributes:
+        tokens: the most tokens whose entries its cache holds at any time.
+        peak_bytes: the most bytes that the device had allocated in a call for it; None if that is not measured.
+    """
+
+    tokens: int
+    peak_bytes: int | None
+
+    def streams(self) -> Streams:
+        """Yield the answers. Each is decoded to its end before the next is requested."""
+
+
+Job = TypeVar("Job", bound=Answering)
+Done = Iterator[tuple[Job, Exception | None]]
 """Finished jobs, each with an error if memory was not enough for it alone."""
 
 
 @dataclass(eq=False)
-class _Going:
+class _Going(Generic[Job]):
     """A job that has begun, and its answer that is being decoded."""
 
     job: Job
@@ -33,7 +48,7 @@ class _Going:
     stream: Stream
 
 
-class Scheduler:
+class Scheduler(Generic[Job]):
     """Decodes several answers at once; when one ends another begins (continuous batching: Yu and others 2022, Orca).
 
     A job is taken from the iterator when there may be room for it, and begins when there is. If memory is still not
@@ -50,9 +65,9 @@ class Scheduler:
         self._model, self._room, self._jobs = model, room, jobs
         self._most = most if can_go_together(model) else 1
         self._waiting: deque[Job] = deque()
-        self._going: list[_Going] = []
+        self._going: list[_Going[Job]] = []
 
-    def run(self) -> Done:
+    def run(self) -> Done[Job]:
         """Yield each finished job."""
         try:
             while True:
@@ -76,7 +91,7 @@ class Scheduler:
             return None
         return job
 
-    def _resume(self, job: Job, streams: Streams, spoiled: KeepsetError | None = None) -> Done:
+    def _resume(self, job: Job, streams: Streams, spoiled: KeepsetError | None = None) -> Done[Job]:
         """Advance a job to its next answer, or yield it if it is done; `spoiled` is its last answer's error."""
         peak = watch_peak(self._model.device)
         try:
@@ -95,7 +110,7 @@ class Scheduler:
             self._room.learn(stream.cache)
             self._going.append(_Going(job, streams, stream))
 
-    def _step(self) -> Done:
+    def _step(self) -> Done[Job]:
         """Decode one more token of every current answer."""
         stepped, peak = list(self._going), watch_peak(self._model.device)
         step(self._model, [each.stream for each in stepped])
@@ -124,7 +139,7 @@ class Scheduler:
             assert failure is not None
             yield from self._again(again, failure, len(called))
 
-    def _again(self, jobs: list[Job], error: Exception, beside: int) -> Done:
+    def _again(self, jobs: list[Job], error: Exception, beside: int) -> Done[Job]:
         """Restart failed jobs, of which `beside` ran at once, later; or yield a single one with its error."""
         if beside == 1:
             yield jobs[0], error
@@ -133,6 +148,6 @@ class Scheduler:
             self._waiting.extendleft(reversed(jobs))
 
 
-def _note(job: Job, peak: int | None) -> None:
+def _note(job: Answering, peak: int | None) -> None:
     if peak is not None:
         job.peak_bytes = max(peak, job.peak_bytes or 0)
