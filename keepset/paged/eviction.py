@@ -33,6 +33,22 @@ _MAX_HEAD_ENTRIES = 1 << 17
 Request = TypeVar("Request")
 
 
+class RequestPlan(NamedTuple):
+    """How one request is compressed, if not like all others. It is made where the request enters, and sent as it is.
+
+    Attributes:
+        recipe: compresses it, with the same method as the engine's recipe; None if nothing does.
+        after_context: whether it begins with a context. Then its length does not say how many entries it has lost.
+        prompt: tokens that count as its prompt; None if the engine's number is right.
+        next_event: the first event after its context; None if its prompt tells its events.
+    """
+
+    recipe: Recipe | None
+    after_context: bool = False
+    prompt: int | None = None
+    next_event: int | None = None
+
+
 class EvictionSchedule:
     """The compression events of one layer under one recipe.
 
@@ -84,31 +100,28 @@ class EvictionSchedule:
         self._value_dim = value_dim
         self._budget = recipe.budget_of_sizes([(head_dim, head_dim if value_dim is None else value_dim)])
         self._kept: dict[tuple[int, int], int] = {}
-        self._others: dict[tuple[Recipe | None, bool, int | None], EvictionSchedule] = {}
+        self._others: dict[RequestPlan, EvictionSchedule] = {}
 
-    def with_recipe(
-        self, recipe: Recipe | None, counted: bool = True, next_event: int | None = None
-    ) -> EvictionSchedule:
-        """Return the schedule of a request with a recipe of its own.
-
-        Args:
-            recipe: the request's recipe, with the same method as the group's; None if the request is never compressed.
-            counted: False if the number of dropped entries does not follow from the request's length.
-            next_event: the first event after the tokens that the request begins with; None if its prompt tells it.
-        """
+    def of_plan(self, plan: RequestPlan) -> EvictionSchedule:
+        """Return the schedule of a request that is compressed by a plan of its own."""
         if len(self._others) > _OTHERS:
             self._others.clear()
-        if (recipe, counted, next_event) not in self._others:
-            own = recipe or self.recipe, self._layer, self.layers, self.kv_heads, self._head_dim, self.block_size
-            self._others[recipe, counted, next_event] = EvictionSchedule(
-                *own,
+        plan = plan._replace(prompt=None)  # requests of all prompts share it
+        if plan not in self._others:
+            self._others[plan] = EvictionSchedule(
+                plan.recipe or self.recipe,
+                self._layer,
+                self.layers,
+                self.kv_heads,
+                self._head_dim,
+                self.block_size,
                 value_dim=self._value_dim,
-                off=recipe is None,
+                off=plan.recipe is None,
                 per_head=self.ragged,
-                counted=counted,
-                next_event=next_event,
+                counted=not plan.after_context,
+                next_event=plan.next_event,
             )
-        return self._others[recipe, counted, next_event]
+        return self._others[plan]
 
     def newest_event(self, prompt: int, length: int) -> int:
         """Return the newest event at or before `length` tokens; 0 if there was none."""

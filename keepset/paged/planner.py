@@ -10,11 +10,11 @@ from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables, EqualHeadTables
 from keepset.paged.courses import RequestCourses
 from keepset.paged.engine import EngineSize
-from keepset.paged.eviction import EvictionEvent, EvictionSchedule, batches_of_similar_length
+from keepset.paged.eviction import EvictionEvent, EvictionSchedule, RequestPlan, batches_of_similar_length
 from keepset.paged.layout_table import EmptiedBlocks
 from keepset.paged.ragged_heads import RaggedHeadTables
 from keepset.paged.recording_plan import RecordingPlanner
-from keepset.paged.request_table import RequestOverrides, RequestTable
+from keepset.paged.request_table import RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
 from keepset.recording import Recording
@@ -64,7 +64,7 @@ class Planner:
         emptied_blocks: EmptiedBlocks,
     ) -> None:
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
-        self.requests = RequestTable(schedule.block_size, size)
+        self.requests = RequestTable(schedule, size)
         self._recording_plan = RecordingPlanner(schedule, recording, len(layers), self.requests)
         self._courses = RequestCourses(schedule, self._recording_plan.quiet_until)
         group = PageGroup(range(len(layers)), len(layers), size.blocks)
@@ -74,29 +74,18 @@ class Planner:
         else:
             self.tables = EqualHeadTables(schedule, group, size.max_requests)
 
-    def begin(
-        self,
-        name: str,
-        page: int,
-        layout: PageLayout,
-        recipe: Recipe | None,
-        prompt: int,
-        next_event: int | None,
-    ) -> None:
+    def begin(self, name: str, page: int, layout: PageLayout, plan: RequestPlan) -> None:
         """File a request that begins with a context.
 
         Args:
             name: the engine's name of the request.
             page: the page that holds the request's newest token, the context's last.
             layout: where the context's entries lie.
-            recipe: compresses the request further; None to leave it as it is.
-            prompt: tokens that count as its prompt.
-            next_event: its next event; None if there is none.
+            plan: how the request is compressed further.
         """
         assert isinstance(self.tables, RaggedHeadTables)
-        own = self.schedule.with_recipe(recipe, False, next_event)
         self.tables.begin(page, layout)
-        self.requests.begin(page, int(layout.length[0, 0]), RequestOverrides(name, True, own, prompt))
+        self.requests.begin(page, int(layout.length[0, 0]), name, plan)
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """Plan what the group's layers do in a step.
@@ -112,7 +101,7 @@ class Planner:
         """
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if not plan.dummy:
-            batch = self.requests.with_overrides(batch)
+            batch = self.requests.with_plans(batch)
         courses = self._courses.follow(batch.rows)
         if not plan.dummy:
             self._recording_plan.plan(batch, courses.active, plan, self.tables.entries)

@@ -18,26 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from keepset.paged.engine import EngineSize
-from keepset.paged.eviction import EvictionSchedule
+from keepset.paged.eviction import EvictionSchedule, RequestPlan
 from keepset.paged.query_records import QueryRecord, slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch
-
-
-@dataclass(frozen=True)
-class RequestOverrides:
-    """Facts of one request that replace those of the engine, or of its group of layers.
-
-    Attributes:
-        name: the engine's name of the request.
-        after_context: whether it began with a context.
-        own: when it is compressed, if not by the group's schedule.
-        prompt: tokens that count as its prompt, if the engine's number does not.
-    """
-
-    name: str
-    after_context: bool = False
-    own: EvictionSchedule | None = None
-    prompt: int | None = None
 
 
 @dataclass
@@ -48,7 +31,8 @@ class RequestState:
         page: the page that holds its newest accepted token, or will hold its first.
         least, most: bounds of its tokens. If the newest are drafts, the next step says how many were accepted.
         prompt: tokens of its prompt, as the engine says; None before its first step.
-        overrides: facts that replace those of the engine.
+        name: the engine's name of the request; None if it has no plan of its own.
+        plan: how it is compressed, if not like all others.
         record: how far its queries are recorded.
     """
 
@@ -56,7 +40,8 @@ class RequestState:
     least: int
     most: int
     prompt: int | None = None
-    overrides: RequestOverrides | None = None
+    name: str | None = None
+    plan: RequestPlan | None = None
     record: QueryRecord | None = None
 
 
@@ -64,47 +49,48 @@ class RequestTable:
     """The states of the requests of one group of layers.
 
     Args:
-        block_size: tokens per page.
+        schedule: when the group's requests are compressed.
         size: numbers that the engine fixes when it starts.
     """
 
-    def __init__(self, block_size: int, size: EngineSize) -> None:
-        self._block_size, self._drafts = block_size, size.drafts
+    def __init__(self, schedule: EvictionSchedule, size: EngineSize) -> None:
+        self._schedule, self._block_size, self._drafts = schedule, schedule.block_size, size.drafts
         self._states: OrderedDict[int, RequestState] = OrderedDict()  # the most recently moved is last
         self._moved: dict[int, RequestState] = {}  # in this step, by row
         self._free_slots = list(reversed(range(slots_for(size.max_requests))))
 
-    def begin(self, page: int, tokens: int, overrides: RequestOverrides) -> None:
+    def begin(self, page: int, tokens: int, name: str, plan: RequestPlan) -> None:
         """File a request that begins.
 
         Args:
             page: the page that will hold its newest token.
             tokens: tokens that it has had.
-            overrides: facts that replace those of the engine.
+            name: the engine's name of the request.
+            plan: how it is compressed.
         """
         self._forget(page)
-        self._states[page] = RequestState(page, tokens, tokens, overrides=overrides)
+        self._states[page] = RequestState(page, tokens, tokens, name=name, plan=plan)
 
     def end(self, names: Collection[str]) -> None:
-        """Forget the requests of these names that have overrides: they have ended, or start again."""
-        ended = [page for page, state in self._states.items() if state.overrides and state.overrides.name in names]
+        """Forget the requests of these names that have plans: they have ended, or start again."""
+        ended = [page for page, state in self._states.items() if state.name in names]
         for page in ended:
             self._forget(page)
 
-    def with_overrides(self, batch: StepBatch) -> StepBatch:
-        """Return the batch of a new step with the overrides of its requests."""
+    def with_plans(self, batch: StepBatch) -> StepBatch:
+        """Return the batch of a new step with the plans of its requests."""
         self._moved = {}
-        if not [state for state in self._states.values() if state.overrides]:
+        if not [state for state in self._states.values() if state.plan]:
             return batch
         self._move(batch, batch.requests)
-        return replace(batch, requests=[self._with_overrides(request) for request in batch.requests])
+        return replace(batch, requests=[self._with_plan(request) for request in batch.requests])
 
-    def _with_overrides(self, request: ScheduledRequest) -> ScheduledRequest:
-        known = self._moved[request.row].overrides
-        if known is None:
+    def _with_plan(self, request: ScheduledRequest) -> ScheduledRequest:
+        plan = self._moved[request.row].plan
+        if plan is None:
             return request
-        prompt = request.prompt if known.prompt is None else known.prompt
-        return replace(request, prompt=prompt, after_context=known.after_context, own=known.own)
+        prompt = request.prompt if plan.prompt is None else plan.prompt
+        return replace(request, prompt=prompt, after_context=plan.after_context, own=self._schedule.of_plan(plan))
 
     def records(
         self,
@@ -116,7 +102,7 @@ class RequestTable:
         """Return the records of some requests; a new record for those that have none.
 
         Args:
-            batch: the step, as `with_overrides` returned it.
+            batch: the step, as `with_plans` returned it.
             recorded: the requests.
             starts: for each request's row the position from which on it is recorded now.
             leading: for some of these rows, how many leading pages are asked for.
@@ -143,7 +129,7 @@ class RequestTable:
         for page, state in list(self._states.items()):
             if id(state.record) in ended:
                 self._close(state)
-                if state.overrides is None:
+                if state.plan is None:
                     del self._states[page]
 
     def open_records(self) -> Iterator[QueryRecord]:

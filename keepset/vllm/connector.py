@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -30,10 +30,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from keepset.core.budget import Budget, Ranges, runs
+from keepset.core.budget import Ranges, runs
 from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.paged.eviction import RequestPlan
 from keepset.paged.layout_table import RequestKey
-from keepset.paged.request_table import RequestOverrides
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.compat import drafted_tokens
@@ -47,8 +47,8 @@ from keepset.vllm.spec import KeepSpec
 logger = init_logger(__name__)
 
 
-OwnBudget = tuple[Budget | None, list[int]]
-"""A request's own budget, None if nothing is dropped; and its first page in each group of compressed layers."""
+PlanAndPages = tuple[RequestPlan, list[int]]
+"""How a request is compressed, and its first page in each group of compressed layers."""
 
 
 @dataclass
@@ -57,13 +57,13 @@ class StepMessage(KVConnectorMetadata):
 
     Attributes:
         keys: the requests that reach an event, by the page that holds their newest token.
-        begin: requests with their own budget that begin with the next step.
+        begin: requests with plans of their own that begin with the next step.
         ended: requests that have ended or were preempted.
         refused: requests whose options cannot be granted.
     """
 
     keys: dict[int, RequestKey] = field(default_factory=dict)
-    begin: dict[str, OwnBudget] = field(default_factory=dict)
+    begin: dict[str, PlanAndPages] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
@@ -98,8 +98,8 @@ class KnownRequest:
 
     Attributes:
         request: vLLM's request.
-        recipe: the recipe that compresses it; None if it is not compressed.
-        has_own: whether the request has its own recipe, and not the engine's.
+        plan: how it is compressed.
+        has_own: whether that is not the engine's way.
         ticket: the front end's ticket for it; "" if it has none.
         denied: whether its options cannot be granted, so that it ends with an error.
         next_event: the first event in any group of layers after the step before; infinite if there is none.
@@ -107,7 +107,7 @@ class KnownRequest:
     """
 
     request: Request
-    recipe: Recipe | None
+    plan: RequestPlan
     has_own: bool = False
     ticket: str = ""
     denied: bool = False
@@ -142,7 +142,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         self._message: KVConnectorMetadata | None = None
         self._known: dict[str, KnownRequest] = {}
         self._recipe = recipe_of(vllm_config) if is_compressed(vllm_config) else None
-        self._beginning: dict[str, OwnBudget] = {}
+        self._beginning: dict[str, PlanAndPages] = {}
         self._waiting: set[str] = set()
         self._refused: set[str] = set()
         self._failed: set[str] = set()
@@ -181,11 +181,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 continue
             planner = context.groups[group.layer_names[0]].planner
             planner.requests.end(metadata.ended)
-            for name, (budget, pages) in metadata.begin.items():
-                own = planner.schedule.with_recipe(
-                    None if budget is None else replace(planner.schedule.recipe, budget=budget)
-                )
-                planner.requests.begin(pages[number], 0, RequestOverrides(name, own=own))
+            for name, (plan, pages) in metadata.begin.items():
+                planner.requests.begin(pages[number], 0, name, plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return refused requests as requests whose caches could not be fetched, so that vLLM ends them."""
@@ -212,7 +209,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Note the options of a request. If they cannot be granted, only this request ends with an error."""
         shared = None if self._recipe is None else self._recipe.located(())
-        known = self._known[request.request_id] = KnownRequest(request, shared)
+        known = self._known[request.request_id] = KnownRequest(request, RequestPlan(shared))
         if drafted_tokens(self._vllm_config):
             self._managers[0].watch_drafts(request)
         try:
@@ -273,9 +270,9 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def _settle(self, request: Request, recipe: Recipe | None) -> None:
         """Compress a request by its own recipe; None for no compression."""
         known = self._known[request.request_id]
-        known.recipe, known.has_own = recipe, True
+        known.plan, known.has_own = RequestPlan(recipe), True
         for manager in self._managers:
-            manager.settle(request.request_id, recipe)
+            manager.settle(request.request_id, known.plan)
         # It may not share pages with requests that have another budget.
         request.cache_salt = f"keepset {self._salt} {request.request_id}"
         request.block_hashes = []
@@ -294,8 +291,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         # One at a time, so that unused reserved blocks do not keep other requests out.
         if not self._beginning and self._managers[0].block_pool.get_num_free_blocks() >= len(self._managers):
-            budget = None if known.recipe is None else known.recipe.budget
-            self._beginning[name] = budget, [manager.reserve(name) for manager in self._managers]
+            self._beginning[name] = known.plan, [manager.reserve(name) for manager in self._managers]
         return None, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:

@@ -223,8 +223,7 @@ class ContextConnector(BlockCountConnector):
         request.block_hashes = []
         request.update_block_hashes()
         request._all_token_ids[: context.tokens] = tokens
-        going_on = context.recipe, context.contents.prompt, context.next_event
-        self._manager.begin(request.request_id, request.block_hashes, placement, *going_on)
+        self._manager.begin(request.request_id, request.block_hashes, placement, context.plan)
         self._asked[request.request_id] = _Asked(context, placement, found, salt)
         if context.owner:
             OwnedContexts(self._library.folder, context.owner).touch(context.path)
@@ -337,7 +336,7 @@ class ContextConnector(BlockCountConnector):
         if not ended or not self._answered or not 0 < length <= request.num_tokens or self._known[name].denied:
             del self._saves[name]
             return False
-        asked, own = self._asked.get(name), self._known[name].recipe
+        asked, own = self._asked.get(name), self._known[name].plan.recipe
         recipe = None if own is None else str(own)
         recipe = recipe if asked is None else asked.context.contents.header.recipe
         blocks = [block.block_id for block in self._manager.req_to_blocks[name]]

@@ -170,8 +170,7 @@ class ContextLoader:
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]
         if job.request not in self._gone:
             layout = PageLayout(*(part.to(device) for part in layout))
-            going_on = job.context.recipe, job.context.contents.prompt, job.context.next_event
-            self._group.planner.begin(job.request, newest, layout, *going_on)
+            self._group.planner.begin(job.request, newest, layout, job.context.plan)
         self._done.add(job.request)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from keepset.contexts import file as context_files
 from keepset.contexts.fingerprint import CHANGED, difference, make, stored_weights, text_digest, token_bytes
 from keepset.errors import KeepsetError
+from keepset.paged.eviction import RequestPlan
 from keepset.recipe import Recipe
 from keepset.recording import RecordedFeatures
 from keepset.vllm.settings import is_compressed, recipe_of
@@ -221,9 +222,9 @@ class SavedContext:
         return Recipe.parse(self.contents.header.recipe) if self.contents.goes_on else None
 
     @property
-    def next_event(self) -> int | None:
-        """The number of tokens at which requests compress it next; None if they do not compress it."""
-        return self.contents.next_event
+    def plan(self) -> RequestPlan:
+        """How requests that begin with it are compressed."""
+        return RequestPlan(self.recipe, True, self.contents.prompt, self.contents.next_event)
 
     @property
     def title(self) -> str:

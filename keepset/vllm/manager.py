@@ -17,8 +17,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.paged.admission import Admission
 from keepset.paged.contexts import ContextPlacement
 from keepset.paged.engine import SchedulerAdapter
-from keepset.paged.eviction import EvictionSchedule
-from keepset.recipe import Recipe
+from keepset.paged.eviction import EvictionSchedule, RequestPlan
 from keepset.vllm import stats
 from keepset.vllm.compat import hide_answer
 
@@ -48,18 +47,18 @@ class RunningRequest:
     is_offered: bool = False
 
 
-class OwnSchedule(NamedTuple):
-    """The schedule of a request that is compressed differently from others of its group.
+class PlannedRequest(NamedTuple):
+    """A request that is compressed by a plan of its own.
 
     Attributes:
+        plan: how it is compressed.
         schedule: the schedule of its events.
-        prompt: tokens that count as its prompt, if it begins with a context.
         placement: the context's place in its blocks.
         first_hash: the hash of its first block, if it identifies the context's blocks.
     """
 
+    plan: RequestPlan
     schedule: EvictionSchedule
-    prompt: int | None = None
     placement: ContextPlacement | None = None
     first_hash: Any = None
 
@@ -89,7 +88,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._hides = self._reports and not kv_cache_spec.alone
         self._prefixes: dict[Any, ContextPlacement] = kv_cache_spec.contexts
         self._coming: tuple[str, RunningRequest] | None = None
-        self._own: dict[str, OwnSchedule] = {}
+        self._own: dict[str, PlannedRequest] = {}
         self._drafting: dict[str, Request] = {}
         self._most: dict[str, int] = {}
         self._reserved: dict[str, KVCacheBlock] = {}
@@ -98,14 +97,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         """Return the schedule of a request's events."""
         return self._own[request_id].schedule if request_id in self._own else self.schedule
 
-    def settle(self, request_id: str, recipe: Recipe | None) -> None:
-        """Compress a new request by its own recipe.
-
-        Args:
-            request_id: the new request.
-            recipe: its recipe, with the same method as the engine's; None if it is never compressed.
-        """
-        self._own[request_id] = OwnSchedule(self.schedule.with_recipe(recipe))
+    def settle(self, request_id: str, plan: RequestPlan) -> None:
+        """Compress a new request by a plan of its own."""
+        self._own[request_id] = PlannedRequest(plan, self.schedule.of_plan(plan))
 
     def expect(self, request_id: str, most: int) -> None:
         """Note that a new request never has more than `most` tokens whose keys and values are computed."""
@@ -150,7 +144,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def _prompt_of(self, request: Request) -> int:
         """Return how many tokens count as a request's prompt."""
         own = self._own.get(request.request_id)
-        return request.num_prompt_tokens if own is None or own.prompt is None else own.prompt
+        return request.num_prompt_tokens if own is None or own.plan.prompt is None else own.plan.prompt
 
     def reserve(self, request_id: str) -> int:
         """Take a free block as the first of a waiting request, and return its id; there must be a free block."""
@@ -267,9 +261,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         request_id: str,
         block_hashes: Sequence[Any],
         placement: ContextPlacement,
-        recipe: Recipe | None,
-        prompt: int,
-        next_event: int | None,
+        plan: RequestPlan,
     ) -> None:
         """Make a waiting request begin with a context.
 
@@ -277,13 +269,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             request_id: the waiting request.
             block_hashes: hashes of its blocks.
             placement: the context's place in its blocks.
-            recipe: the recipe that compresses it further; None if nothing does.
-            prompt: tokens that count as its prompt.
-            next_event: its next event; None if there is none.
+            plan: how it is compressed further.
         """
-        schedule = self.schedule.with_recipe(recipe, False, next_event)
         first = block_hashes[0] if placement.own else None
-        self._own[request_id] = OwnSchedule(schedule, prompt, placement, first)
+        self._own[request_id] = PlannedRequest(plan, self.schedule.of_plan(plan), placement, first)
         if first is not None:
             self._prefixes[first] = placement
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from keepset import Recipe
 from keepset.kernels.page_layout import FiledLayouts, PageLayout
 from keepset.paged.engine import EngineSize
+from keepset.paged.eviction import EvictionSchedule, RequestPlan
 from keepset.paged.layout_table import LayoutTable
 from keepset.paged.query_records import QueryRecord, slots_for
-from keepset.paged.request_table import RequestOverrides, RequestTable
+from keepset.paged.request_table import RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording import QueryRing, Recording
 from tests.paged.methods import Loud
@@ -26,7 +27,8 @@ RECORDING = Recording.of_recipe(Recipe.of(Loud(window=WINDOW), keep=10), 1, 1, 4
 
 
 def table_of(running: int = 8, drafts: int = 0) -> RequestTable:
-    return RequestTable(SIZE, EngineSize(running, 200, drafts))
+    schedule = EvictionSchedule(Recipe.of(Loud(window=WINDOW), keep=10), 0, (0,), 1, 8, SIZE)
+    return RequestTable(schedule, EngineSize(running, 200, drafts))
 
 
 def layouts_of(drafts: int = 0) -> LayoutTable:
@@ -51,13 +53,13 @@ def batch_of(requests: Sequence[tuple[Sequence[int], int, int]], prompts: Sequen
 
 def overridden(table: RequestTable, *requests: tuple[list[int], int, int]) -> list[bool]:
     """For each of a step's requests, whether it is the one that began after a context."""
-    return [request.after_context for request in table.with_overrides(batch_of(requests)).requests]
+    return [request.after_context for request in table.with_plans(batch_of(requests)).requests]
 
 
 def test_overrides_follow_their_request_and_nobody_else() -> None:
     table = table_of()
     for page, name, tokens in ((7, "a", 0), (6, "b", 8), (9, "c", 8)):
-        table.begin(page, tokens, RequestOverrides(name, after_context=True))
+        table.begin(page, tokens, name, RequestPlan(None, after_context=True))
     assert overridden(table, ([5], 0, 3), ([7, 8], 0, 6)) == [False, True]
     assert overridden(table, ([7, 8], 6, 8), ([5], 3, 4)) == [True, False]
     assert overridden(table, ([5, 12], 4, 5)) == [False]  # it rests
@@ -75,7 +77,7 @@ def test_a_request_is_found_again_after_drafts_were_taken_back(taken_back: int) 
     counts, length, zero = torch.tensor([[[3, 3]]]), torch.tensor([[7]]), torch.tensor([[0]])
     layouts.file(5, PageLayout(counts, length, zero, zero))
     for page, name, tokens in ((5, "own", 7), (7, "ended", 15 - taken_back)):
-        table.begin(page, tokens, RequestOverrides(name, after_context=name == "own"))
+        table.begin(page, tokens, name, RequestPlan(None, after_context=name == "own"))
     pages = [4, 5, 6, 7]
     for before, after in (7, 14), (14 - taken_back, 15 - taken_back):
         assert overridden(table, (pages, before, after)) == [True]
@@ -179,7 +181,7 @@ def recorded(
     table: RequestTable, moves: Sequence[tuple[Sequence[int], int, int]], starts: dict[int, int], *prompts: int
 ) -> list[QueryRecord]:
     """The records of requests with these pages, and tokens before and after a step."""
-    batch = table.with_overrides(batch_of(moves, prompts))
+    batch = table.with_plans(batch_of(moves, prompts))
     recorded = [request for request in batch.requests if request.row in starts]
     records, _ = table.records(batch, recorded, starts, {})
     return records
@@ -190,7 +192,7 @@ def recorded(
 def test_records_follow_requests(data: st.DataObject, most: int) -> None:
     pool, quiet = Pool(most), data.draw(st.frozensets(st.integers(0, 9), max_size=3), label="not recorded")
     if data.draw(st.booleans(), label="others have overrides"):
-        pool.table.begin(199, 1, RequestOverrides("another"))
+        pool.table.begin(199, 1, "another", RequestPlan(None))
     for _ in range(data.draw(st.integers(1, 25), label="steps")):
         event = data.draw(st.sampled_from(["add", "drop", "replace", "preempt", "nothing"]))
         if pool.running and event in ("drop", "replace"):
@@ -246,6 +248,6 @@ def test_who_is_not_recorded_any_more_gives_the_slot_back() -> None:
 
 def test_leading_pages_are_told_with_the_records() -> None:
     table = table_of()
-    batch = table.with_overrides(batch_of([([3, 4, 5], 0, 9), ([6], 0, 3), ([3, 7, 8], 0, 12)]))
+    batch = table.with_plans(batch_of([([3, 4, 5], 0, 9), ([6], 0, 3), ([3, 7, 8], 0, 12)]))
     records, pages = table.records(batch, batch.requests[::2], {0: 0, 2: 0}, {0: 2, 2: 3})
     assert len(records) == 2 and pages == {0: [3, 4], 2: [3, 7, 8]}
