@@ -87,6 +87,7 @@ bench: setup setup-vllm
 	$(BIN)/python benchmarks/served_facts.py
 	$(BIN)/python benchmarks/served_fidelity.py
 	$(BIN)/python benchmarks/at_once.py
+	$(BIN)/python benchmarks/host.py
 
 # Needs a GPU; on a machine where nothing is installed `python3 benchmarks/gpu.py` does the same.
 bench-gpu: setup
