@@ -111,7 +111,7 @@ class LayerKeepSet:
         heads: how many entries each head keeps, on the device and on the host.
         places: the entries that stay.
         entry_bytes: bytes of one entry of one KV head, its key and its value.
-        state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`. Those of kept
+        state: the recipe's own numbers for every entry of the observation, `[batch, kv_heads, entries]`. Those of kept
             entries are part of the next observation.
         values: new values of the kept entries; None if they do not change.
         bits: of each number of keys and values as they are stored from now on; None if that does not change.

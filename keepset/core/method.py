@@ -113,14 +113,15 @@ class Method(ABC):
         """
 
     def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
-        """Return the numbers that the method remembers of each entry after this event.
+        """Return the numbers that the method remembers anew of each entry after this event; by default none.
 
-        They move with the entries and are `observation.state` at the next event. By default the old ones are returned.
+        They move with the entries and are `observation.state` at the next event. So do the numbers of
+        `observation.state` under other names, unchanged.
 
         Returns:
             Tensors `[batch, kv_heads, entries]` by their names, which the traits list as `state_names`.
         """
-        return observation.state
+        return {}
 
     def quotas(self, sizes: Sizes, budget: Budget) -> Quotas:
         """Return how many entries each KV head of a layer keeps; if heads differ, their average."""

@@ -56,8 +56,8 @@ class Observation:
         layer: the layer's index in the model, if there is one layer.
         layer_ids: indices of the layers in the batch's rows, neighbours among `layers`; by default only `layer`.
         layers: indices of all layers that are compressed; for methods that depend on depth.
-        state: the method's own numbers per entry, `[batch, kv_heads, entries]`, that `Method.remember` returned at the
-            previous event.
+        state: the recipe's own numbers per entry, `[batch, kv_heads, entries]`, as they were after the previous event
+            (`Method.remember`).
         count: entries of all requests and heads, if the host knows the number without asking the device.
         longest: tokens of the longest request, or any larger number, if the host knows it.
         num_kept: how many entries of every head will stay, request after request and head after head, if only lengths
@@ -424,12 +424,20 @@ class Observation:
 
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
         """Return the KeepSet of the entries of this layer where a mask is true; holes never stay."""
-        return KeepSet([self.kept(mask, self.state)])
+        return KeepSet([self.kept(mask)])
 
-    def kept(self, mask: Bool[Tensor, "batch kv_heads entries"], state: Mapping[str, Tensor]) -> LayerKeepSet:
-        """Return the keep set of this layer: the entries where a mask is true, and the numbers per entry."""
+    def kept(
+        self, mask: Bool[Tensor, "batch kv_heads entries"], state: Mapping[str, Tensor] | None = None
+    ) -> LayerKeepSet:
+        """Return the keep set of this layer: the entries where a mask is true, and their numbers.
+
+        Args:
+            mask: true where an entry stays; holes never do.
+            state: numbers per entry, `[batch, kv_heads, entries]`, that replace those of the same name. All others
+                stay as they are: one step of a recipe does not know what another remembers.
+        """
         total = None if self.num_kept is None else sum(self.num_kept)
-        valid = mask & self.valid
+        valid, state = mask & self.valid, {**self.state, **(state or {})}
         return LayerKeepSet.from_mask(self.layer_ids[0], valid, self.positions, self.entry_bytes, state, total)
 
 

@@ -146,7 +146,7 @@ class Ranking:
             `ranked_scores`.
         raw: scores as the scorer returned them.
         quotas: how many entries every KV head keeps.
-        state: the method's own numbers per entry after this event, `[batch, kv_heads, entries]`.
+        state: what `Method.remember` returned: numbers per entry, `[batch, kv_heads, entries]`.
     """
 
     observation: Observation

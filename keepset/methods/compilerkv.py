@@ -112,7 +112,7 @@ class CompilerKV(Method):
             if self.elastic:
                 threshold = self._threshold(observation, received, tables, row)
                 quotas = quotas.minimum(self._candidates(utility, observation, budget, threshold))
-            parts.append(observation.kept(top_mask(ranked, quotas), observation.state))
+            parts.append(observation.kept(top_mask(ranked, quotas)))
         return KeepSet(parts)
 
     @property

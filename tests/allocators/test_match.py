@@ -116,7 +116,7 @@ def test_padding_and_chunks_change_nothing() -> None:
         torch.testing.assert_close(columns["values"][:1, :, :12], single["values"], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("inner", ["snapkv(window=4)", "adakv(snapkv(window=4))"])
+@pytest.mark.parametrize("inner", ["snapkv(window=4)", "adakv(snapkv(window=4))", "distilled"])
 @torch.no_grad()
 def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
     """Nor is a query recorded for them."""

@@ -284,6 +284,19 @@ def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(
 
 
 @every_method
+def test_what_another_step_remembers_stays_with_its_entries(name: str) -> None:
+    """Whatever the method remembers itself: what is around it in a recipe may remember something, too."""
+    shape, layers = Shape((20, 13), 2, 2, 4, 4), (0, 3)
+    numbers = {layer: torch.rand(2, 2, 20, generator=torch.Generator().manual_seed(layer)) for layer in layers}
+    observations = [
+        observe(shape, layer=layer, layers=layers, seed=layer, state={"another": numbers[layer]}) for layer in layers
+    ]
+    keep_set = make(name).select_all(observations, Budget(6, sinks=1, recent=2))
+    for layer in layers:
+        assert torch.equal(keep_set.layer(layer).state["another"], numbers[layer])
+
+
+@every_method
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> None:
     observation = observe(Shape((20, 13), 2, 2, 4, 4))

@@ -70,7 +70,7 @@ class Row:
 class _Forward:
     row: Row
     columns: list[int]
-    stored: dict[int, list[dict[int, tuple[Tensor, Tensor]]]]
+    stored: dict[int, list[dict[int, tuple[Tensor, Tensor | None]]]]
     layers: dict[int, Layer] = field(default_factory=dict)
     guessed: bool = False
 
@@ -134,14 +134,14 @@ def _as_stored(forward: _Forward, index: int, keys: Tensor, values: Tensor) -> t
         taken = round_to_8_bits(own)
         for head, there in enumerate(forward.stored[index]):
             for i in range(own.shape[1]):
-                if start + i in there:
-                    other = there[start + i][part]
-                    assert are_nearest(other, own[head, i]), (
-                        f"layer {index}, head {head}: position {start + i} is stored as another number"
-                    )
-                    taken[head, i] = other
-                else:
+                other = there.get(start + i, (None, None))[part]
+                if other is None:
                     forward.guessed = True
+                    continue
+                assert are_nearest(other, own[head, i]), (
+                    f"layer {index}, head {head}: position {start + i} is stored as another number"
+                )
+                taken[head, i] = other
         parts.append(taken)
     return parts[0], parts[1]
 

@@ -549,16 +549,17 @@ class Walk:
         if not self.rounds:
             return {}
         found: dict[int, Any] = {}
-        # New values are fitted to what came in the forward of an event, too, and in those before it.
-        if "match(" in self.plan.recipe and (branch.cache.progress.compressed_at or 0) > start:
-            return {index: [{}] * layer.store.kv_heads for index, layer in branch.cache.managed_layers.items()}
+        # At an event with a window new values are fitted to what came in its forward, too. Keys stay as they are.
+        fits = any(getattr(step, "window", 0) for step in self.recipe.method.steps() if step.name == "match")
+        fitted = fits and (branch.cache.progress.compressed_at or 0) > start
         for index, layer in branch.cache.managed_layers.items():
             columns, exists = layer.store.padded()
             heads = []
             for head in range(exists.shape[1]):
                 there = exists[request, head]
                 at, keys, values = (columns[name][request, head][there] for name in ("positions", "keys", "values"))
-                heads.append({int(p): (k, v) for p, k, v in zip(at, keys, values, strict=True)})
+                rows = zip(at, keys, values, strict=True)
+                heads.append({int(p): (key, None if fitted else value) for p, key, value in rows})
             found[index] = heads
         return found
 
