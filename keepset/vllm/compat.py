@@ -13,6 +13,8 @@ an engine starts. Facts that this check cannot see are checked where the code re
   `CompressedAttentionImpl` checks;
 - a lookup's `max_length` is at most the prompt's less one (`KeepManager`), and a request's first blocks come from
   `allocate_new_blocks`, right after `remove_skipped_blocks` told its prompt's length;
+- a request that runs needs blocks for its newest tokens alone (`KeepManager.get_num_blocks_to_allocate`), and layers call a
+  connector only if it has metadata (`BlockCountConnector`);
 - a request that waited for a connector is scheduled like a new one if then it has no computed tokens and no blocks
   (`ContextConnector`).
 """
@@ -43,6 +45,7 @@ SUPPORTED = ("0.32", "0.33")
 """The vLLM versions with which keepset is tested. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1."
 _METADATA = (
     *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "max_seq_len", "num_reqs"),
     *("max_query_len", "block_table_tensor", "slot_mapping", "is_prefilling", "rswa_prefix_lens"),
@@ -69,6 +72,9 @@ BORROWED: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ("request", "num_new_tokens"),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.free": ("request",),
     "vllm.v1.request.Request.update_block_hashes": (),
+    _CONNECTOR + "has_connector_metadata": (),
+    _CONNECTOR + "bind_connector_metadata": ("connector_metadata",),
+    _CONNECTOR + "clear_connector_metadata": (),
     "vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing": (),
     "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase.get_kv_cache_spec": ("vllm_config",),
     "vllm.config.ModelConfig.rswa_window": (),
