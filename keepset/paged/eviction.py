@@ -23,9 +23,8 @@ _OTHERS = 256
 """How many schedules of requests with budgets of their own are cached."""
 GROUPS = 6
 """The most groups where counts come from the data. More groups hold fewer pages, and cost more per step."""
-_UNEVEN = 5
-"""The least layers of a group if not all groups have equally many. vLLM gives each of them room for as many layers as
-the largest has, and divides groups that differ much."""
+_PADDING = 0.1
+"""The most memory that may be for layers that do not exist, as a share of the layers."""
 MAX_ENTRIES = 1 << 20
 """The most entries of all heads that an event reads together, unless they are of one request in one layer."""
 _MAX_HEAD_ENTRIES = 1 << 17
@@ -285,7 +284,19 @@ def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
 def _groups(layers: int) -> int:
     """Return into how many groups so many layers are divided."""
     numbers = range(min(GROUPS, layers), 0, -1)
-    return next(number for number in numbers if layers % number == 0 or layers // number >= _UNEVEN)
+    return next(number for number in numbers if _room(layers, number) <= (1 + _PADDING) * layers)
+
+
+def _room(layers: int, groups: int) -> int:
+    """Return for how many layers vLLM takes memory if so many are divided into groups.
+
+    It makes all groups as large as the largest or, if the largest is half as large again, divides them into groups as
+    large as the smallest.
+    """
+    least, larger = divmod(layers, groups)
+    if not larger or least + 1 < 1.5 * least:
+        return groups * (least + bool(larger))
+    return least * (groups - larger + larger * -(-(least + 1) // least))
 
 
 class OccupiedPages(NamedTuple):

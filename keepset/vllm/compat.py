@@ -13,8 +13,8 @@ an engine starts. Facts that this check cannot see are checked where the code re
   `CompressedAttentionImpl` checks;
 - a lookup's `max_length` is at most the prompt's less one (`KeepManager`), and a request's first blocks come from
   `allocate_new_blocks`, right after `remove_skipped_blocks` told its prompt's length;
-- a request that runs needs blocks for its newest tokens alone (`KeepManager.get_num_blocks_to_allocate`), and layers call a
-  connector only if it has metadata (`BlockCountConnector`);
+- a request that runs needs blocks for its newest tokens alone (`KeepManager.get_num_blocks_to_allocate`);
+- layers call a connector only if it has metadata (`BlockCountConnector`);
 - a request that waited for a connector is scheduled like a new one if then it has no computed tokens and no blocks
   (`ContextConnector`).
 """
