@@ -150,8 +150,8 @@ class AMS(Allocator):
             best = received.amax(-1, keepdim=True)
             received = received.where(observation.positions < observation.lengths[:, None, None] - self.window, best)
             return self._pooled(received.masked_fill(~observation.valid, 0.0))
-        asked = (observation.lengths[:, None, None] - observation.positions).clamp(0, sums.window)
-        unseen = sums.window - asked
+        ages = (observation.lengths[:, None, None] - observation.positions).clamp(0, sums.window)
+        unseen = sums.window - ages
         best = received.where(unseen > 0, 0.0).amax(-1, keepdim=True)
         return self._pooled((received + best * unseen / sums.window).masked_fill(~observation.valid, 0.0))
 

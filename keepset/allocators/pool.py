@@ -90,10 +90,10 @@ class Composite(LayerAllocator):
         values = torch.cat([each.split_layers(self._composite(scores)) for each, scores in ranked], 1)
         # Heads that hold different numbers after an event have as many tokens as they hold on average.
         exists = [(each, scores.isneginf().logical_not()) for each, scores in ranked]
-        held = torch.cat([each.split_layers(-(-there.sum((1, 2)) // there.shape[1])) for each, there in exists], 1)
-        rank = torch.arange(values.shape[-1], device=values.device) + (held - room)[..., None]
+        existing = torch.cat([each.split_layers(-(-there.sum((1, 2)) // there.shape[1])) for each, there in exists], 1)
+        rank = torch.arange(values.shape[-1], device=values.device) + (existing - room)[..., None]
         values = values.gather(-1, rank.clamp(max=values.shape[-1] - 1))
-        values = values.masked_fill(rank >= held[..., None], float("-inf"))
+        values = values.masked_fill(rank >= existing[..., None], float("-inf"))
         even = rest.double() / room.shape[-1]
         least = (self.floor * even[:, None]).floor().long().minimum(room)
         # The first ranks are certain. `pooled_counts` takes the later of equal places, and here places are ranks.

@@ -156,13 +156,13 @@ class Match(PostProcessor):
     def _problem(self, observation: Observation) -> FitProblem:
         """Return the entries of all heads of all requests, and the reference queries."""
         if self._reference in observation.features:
-            asked = observation[self._reference].at_most(self.queries, self.newest)
+            reference = observation[self._reference].at_most(self.queries, self.newest)
         else:
             newest, at = observation.newest_queries(self.window)
-            asked = PaddedQueries(newest, at >= 0)
+            reference = PaddedQueries(newest, at >= 0)
         kv_heads = observation.valid.shape[1]
-        queries = observation.by_query_group(asked.queries).flatten(2, 3).flatten(0, 1)
-        exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
+        queries = observation.by_query_group(reference.queries).flatten(2, 3).flatten(0, 1)
+        exists = reference.exists.repeat(1, reference.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
         bias = observation.bias
         if bias is None:
             bias = torch.zeros((), dtype=torch.float32, device=queries.device)

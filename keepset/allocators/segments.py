@@ -96,8 +96,8 @@ def top_of_segments(ranked: Scores, segment: PerEntry, ends: PerSegment, quotas:
         ends: where segments end, as the number of entries up to there.
         quotas: how many entries every segment keeps.
     """
-    mine = segment.where(ranked > float("-inf"), quotas.shape[-1])  # holes behind all segments
-    keys, worst_first = _sorted_rows((mine << 32) + _rising(ranked), (quotas.shape[-1] + 1) << 32)
+    segments = segment.where(ranked > float("-inf"), quotas.shape[-1])  # holes behind all segments
+    keys, worst_first = _sorted_rows((segments << 32) + _rising(ranked), (quotas.shape[-1] + 1) << 32)
     begins = F.pad(ends - quotas, (0, 1), value=ranked.shape[-1])
     chosen = torch.arange(ranked.shape[-1], device=ranked.device) >= begins.gather(-1, (keys + (1 << 31)) >> 32)
     return torch.zeros_like(chosen).scatter(-1, worst_first, chosen)
@@ -115,12 +115,12 @@ def trimmed(ranked: Scores, chosen: Mask, quotas: Quotas, most: int) -> Mask:
         most: the most entries by which a head may exceed its quota.
     """
     entries = ranked.shape[-1]
-    place = torch.arange(entries, device=ranked.device)
-    order = ((_rising(ranked) << 32) + place).where(chosen, torch.iinfo(torch.long).max)
+    index = torch.arange(entries, device=ranked.device)
+    order = ((_rising(ranked) << 32) + index).where(chosen, torch.iinfo(torch.long).max)
     number = min(most, entries)
     worst = order.topk(number, dim=-1, largest=False).indices
     excess = chosen.sum(-1, keepdim=True) - quotas[..., None]
-    return chosen.scatter(-1, worst, chosen.gather(-1, worst) & (place[:number] >= excess))
+    return chosen.scatter(-1, worst, chosen.gather(-1, worst) & (index[:number] >= excess))
 
 
 def _rising(ranked: Scores) -> PerEntry:
@@ -134,8 +134,8 @@ def _sorted_rows(keys: PerEntry, span: int) -> tuple[PerEntry, PerEntry]:
     if keys.numel() < _BY_RADIX:
         return torch.sort(keys, dim=-1, stable=True)
     row = torch.arange(keys[..., 0].numel(), device=keys.device).view(*keys.shape[:2], 1)
-    rising, place = torch.sort((keys + row * span).flatten(), stable=True)
-    return rising.view_as(keys) - row * span, place.view_as(keys) - row * keys.shape[-1]
+    rising, order = torch.sort((keys + row * span).flatten(), stable=True)
+    return rising.view_as(keys) - row * span, order.view_as(keys) - row * keys.shape[-1]
 
 
 def _far_enough(

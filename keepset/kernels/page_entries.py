@@ -101,10 +101,10 @@ def write_entries(
 
 def by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
     """Return each layer among `layers`, with the indices of its items."""
-    some = layers.unique().tolist()
-    if len(some) < 2:  # the usual case
-        return [(layer, slice(None)) for layer in some or [0]]
-    return [(layer, (layers == layer).nonzero()[:, 0]) for layer in some]
+    layer_ids = layers.unique().tolist()
+    if len(layer_ids) < 2:  # the usual case
+        return [(layer, slice(None)) for layer in layer_ids or [0]]
+    return [(layer, (layers == layer).nonzero()[:, 0]) for layer in layer_ids]
 
 
 def places_of(

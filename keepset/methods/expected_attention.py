@@ -79,8 +79,8 @@ class ExpectedAttention(Method):
         matrices = observation.by_query_group(covariance * (0.5 * scaling**2)) if self.covariance else None
 
         def look(heads: slice) -> Tensor:
-            own = None if matrices is None else matrices[:, heads]
-            return _expected_logits(observation.keys_of(heads), vectors[:, heads], own)
+            of_heads = None if matrices is None else matrices[:, heads]
+            return _expected_logits(observation.keys_of(heads), vectors[:, heads], of_heads)
 
         logits = observation.softmax.capped(observation.over_heads(look))
         counted = observation.valid & (observation.positions >= self.skip)
@@ -125,8 +125,8 @@ def _expected_logits(
     columns = [slice(start, min(start + width, size)) for start in range(0, size, width)]
     parts: list[tuple[slice, Tensor]] = []
     if matrices is not None:
-        both = matrices + matrices.transpose(-1, -2)
-        upper = both.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
+        symmetric = matrices + matrices.transpose(-1, -2)
+        upper = symmetric.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
         parts = [(part, upper[..., : part.stop, part].transpose(2, 3).flatten(3)) for part in columns]
     if keys.device.type == "cpu":
         # Independent of the batch, because other blocks would round differently.

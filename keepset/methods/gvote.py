@@ -117,9 +117,9 @@ class GVote(Method):
 
 def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:
     """Return how many entries, the best first, hold a share `mass` of each row's attention; all where it is NaN."""
-    held = attention.sort(dim=-1, descending=True).values.double().cumsum(-1)
+    cumulative = attention.sort(dim=-1, descending=True).values.double().cumsum(-1)
     # A share of 1 also needs entries whose attention rounds to 0.
-    return 1 + (~(held[..., :-1] >= (mass if mass < 1 else math.inf))).sum(-1)
+    return 1 + (~(cumulative[..., :-1] >= (mass if mass < 1 else math.inf))).sum(-1)
 
 
 def query_logits(

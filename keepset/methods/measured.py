@@ -104,15 +104,15 @@ class DuoAttention(Method):
         else:
             total = budget.aim(sizes).minimum(lengths) * heads
         least = budget.always(sizes).minimum(lengths).minimum(total // heads)
-        more, left = lengths - least, total - least * heads
-        whole = (left // more.clamp(min=1)).clamp(max=heads)
-        left = left - whole * more
+        movable, left = lengths - least, total - least * heads
+        whole = (left // movable.clamp(min=1)).clamp(max=heads)
+        left = left - whole * movable
         streaming = (heads - whole).clamp(min=1)
         # With equal gates the earlier head retrieves.
         ranks = gates.flatten().argsort(descending=True, stable=True).argsort().view_as(gates)[sizes.depths]
-        whole, least, left, streaming, more = (part[:, None] for part in (whole, least, left, streaming, more))
+        whole, least, left, streaming, movable = (part[:, None] for part in (whole, least, left, streaming, movable))
         counts = least + left // streaming + (ranks - whole < left % streaming).long()
-        return counts.where(ranks >= whole, least + more).minimum(existing)
+        return counts.where(ranks >= whole, least + movable).minimum(existing)
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def stream(seed: int, layers: Int[Tensor, "..."] | int, rows: Int[Tensor, "..."]
 
 def normal(streams: Int[Tensor, "*rows"], count: int) -> Float[Tensor, "*rows count"]:
     """Return the first `count` standard normal numbers of each stream in float32 (Box and Muller 1958)."""
-    places = torch.arange(2 * count, device=streams.device)
-    uniform = (_hash(streams[..., None] ^ places).double() + 0.5) / 2**32
+    counters = torch.arange(2 * count, device=streams.device)
+    uniform = (_hash(streams[..., None] ^ counters).double() + 0.5) / 2**32
     radius, angle = uniform.unflatten(-1, (count, 2)).unbind(-1)
     return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).float()
 

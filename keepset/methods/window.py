@@ -198,13 +198,13 @@ class RKV(Method):
         charged = (directions * others).sum(-1)
         batch, kv_heads, entries, _ = directions.shape
         # In float32, whose maxima are vectorised; exact up to 2**24 entries.
-        place = torch.arange(entries, device=directions.device, dtype=torch.float32)
+        index = torch.arange(entries, device=directions.device, dtype=torch.float32)
         size = max(1, _BLOCK // (batch * kv_heads * entries))
         for start in range(0, entries, size):
             rows = directions[:, :, start : start + size]
             cosines = rows @ directions.transpose(-1, -2)
             cosines.diagonal(start, -2, -1).zero_()
-            newest = place.where(cosines > self.threshold, -1).amax(-1).long()
+            newest = index.where(cosines > self.threshold, -1).amax(-1).long()
             relieved = cosines.gather(-1, newest.clamp(min=0)[..., None])[..., 0].masked_fill(newest < 0, 0.0)
             charged.scatter_add_(-1, newest.clamp(min=0), -relieved)
         return charged
