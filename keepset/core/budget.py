@@ -130,12 +130,12 @@ class Budget:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return which kinds of tokens always stay, `"image"` or `"text"`, wherever they are."""
-        return tuple(each for each in self.protect if isinstance(each, str))
+        return tuple(part for part in self.protect if isinstance(part, str))
 
     @property
     def ranges(self) -> Ranges:
         """Return the ranges of tokens that always stay."""
-        return tuple((each[0], each[1]) for each in self.protect if not isinstance(each, str))
+        return tuple((part[0], part[1]) for part in self.protect if not isinstance(part, str))
 
     def located(self, images: Sequence[Ranges] | None) -> Budget:
         """Return the same budget with ranges of tokens in place of `"image"` and `"text"`.
@@ -150,16 +150,16 @@ class Budget:
                 f"protect={self.kinds[0]!r} takes the token ids of the text, and the model was given embeddings alone: "
                 "give input_ids, or protect ranges of tokens."
             )
-        found = tuple(self._ranges_beside(own) for own in images)
+        found = tuple(self._ranges_beside(request_images) for request_images in images)
         if len(set(found)) == 1:
             return replace(self, protect=found[0])
-        given = {f.name: getattr(self, f.name) for f in fields(Budget) if f.name != "protect"}
-        return LocatedBudget(**given, protect=(), requests=found)
+        arguments = {f.name: getattr(self, f.name) for f in fields(Budget) if f.name != "protect"}
+        return LocatedBudget(**arguments, protect=(), requests=found)
 
     def _ranges_beside(self, images: Ranges) -> Ranges:
         """Return the protected ranges of a request whose images are in these ranges."""
         texts = pairwise([0, *chain.from_iterable(_joined(images)), LIMIT - 1])
-        kinds = {IMAGE: images, TEXT: [each for each in islice(texts, 0, None, 2) if each[0] < each[1]]}
+        kinds = {IMAGE: images, TEXT: [span for span in islice(texts, 0, None, 2) if span[0] < span[1]]}
         return _joined([*self.ranges, *chain.from_iterable(kinds[kind] for kind in self.kinds)])
 
     def quotas(self, sizes: Sizes) -> Quotas:
@@ -173,8 +173,8 @@ class Budget:
         if self.keep is None:
             return sizes.entries
         keep = share_of(sizes.entries, self.keep) if isinstance(self.keep, float) else self.keep
-        wanted = (keep + self.extra(sizes)[:, None]).maximum(self.always(sizes)[:, None])
-        return wanted.clamp(min=1).minimum(sizes.entries)
+        quota = (keep + self.extra(sizes)[:, None]).maximum(self.always(sizes)[:, None])
+        return quota.clamp(min=1).minimum(sizes.entries)
 
     def first(self, sizes: Sizes) -> Int[Tensor, " batch"]:
         """Return how many of the first tokens always stay: the sinks, or the whole prompt if it is protected."""
@@ -256,7 +256,10 @@ class LocatedBudget(Budget):
     def _bounds(self, rows: int, device: torch.device) -> Int[Tensor, "rows bounds"]:
         most = max(map(len, self.requests))
         # Ranges without tokens, after all others.
-        padded = [[*own, *[(LIMIT - 1, LIMIT - 1)] * (most - len(own))] for own in self.requests]
+        padded = [
+            [*request_ranges, *[(LIMIT - 1, LIMIT - 1)] * (most - len(request_ranges))]
+            for request_ranges in self.requests
+        ]
         # A row is a request in a layer, layer after layer.
         return upload(padded, device).flatten(1).repeat(rows // len(self.requests), 1)
 
@@ -272,16 +275,16 @@ def _out_of_range(name: str, value: float, allowed: str) -> str:
 def _protected(given: object) -> tuple[str | tuple[int, int], ...]:
     """Return the names in `protect`, then its ranges in order."""
     parts = [given] if isinstance(given, str) else given
-    if not isinstance(parts, list | tuple) or not all(each in KINDS or _is_range(each) for each in parts):
+    if not isinstance(parts, list | tuple) or not all(part in KINDS or _is_range(part) for part in parts):
         # Ranges are shown as recipes and requests write them.
         shown = given
         if isinstance(given, list | tuple):
-            shown = [list(each) if isinstance(each, tuple) else each for each in given]
+            shown = [list(part) if isinstance(part, tuple) else part for part in given]
         raise BudgetError(
             f"protect={shown!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
             "after the last, as often as needed, or 'image' or 'text'."
         )
-    return *(kind for kind in KINDS if kind in parts), *_joined([each for each in parts if not isinstance(each, str)])
+    return *(kind for kind in KINDS if kind in parts), *_joined([part for part in parts if not isinstance(part, str)])
 
 
 def _joined(ranges: Iterable[Sequence[int]]) -> Ranges:

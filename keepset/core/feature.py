@@ -209,8 +209,8 @@ class Needs:
     def __init__(self, *features: Feature[Any]) -> None:
         merged: dict[Hashable, Feature[Any]] = {}
         for feature in features:
-            known = merged.get(feature.key)
-            merged[feature.key] = feature if known is None else known.merged(feature)
+            earlier = merged.get(feature.key)
+            merged[feature.key] = feature if earlier is None else earlier.merged(feature)
         self._features = tuple(merged.values())
 
     def __iter__(self) -> Iterator[Feature[Any]]:

@@ -281,7 +281,9 @@ def _layout(said: Any, first: int) -> TensorLocation:
     if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("a tensor is not described")
     shape, offsets = said["shape"], said["data_offsets"]
-    if not all(isinstance(numbers, list) and all(is_count(each) for each in numbers) for numbers in (shape, offsets)):
+    if not all(
+        isinstance(numbers, list) and all(is_count(number) for number in numbers) for numbers in (shape, offsets)
+    ):
         raise ValueError("shapes and offsets are lists of numbers")
     if len(shape) > _MAX_DIMENSIONS:
         raise ValueError("a tensor has too many dimensions")

@@ -45,14 +45,14 @@ class LazyHostInts:
     def read(many: Iterable[LazyHostInts]) -> None:
         """Copy all numbers that the host does not know yet, with one wait for each device."""
         by_device = defaultdict(list)
-        for each in many:
-            if "host_values" not in vars(each):
-                by_device[each.device_values.device].append(each)
+        for counts in many:
+            if "host_values" not in vars(counts):
+                by_device[counts.device_values.device].append(counts)
         for unknown in by_device.values():
-            numbers = torch.cat([each.device_values.flatten() for each in unknown]).tolist()
-            for each in unknown:
-                own = each.device_values.numel()
-                vars(each)["host_values"], numbers = numbers[:own], numbers[own:]
+            numbers = torch.cat([counts.device_values.flatten() for counts in unknown]).tolist()
+            for counts in unknown:
+                size = counts.device_values.numel()
+                vars(counts)["host_values"], numbers = numbers[:size], numbers[size:]
 
 
 NAN_NOTICED: ContextVar[list[LazyHostInts] | None] = ContextVar("NAN_NOTICED", default=None)
@@ -310,7 +310,7 @@ class KeepSet:
         Raises:
             KeepsetError: if its layers, requests or KV heads are others.
         """
-        return KeepSet([_merge(mine, theirs) for mine, theirs in self._pairs(other)])
+        return KeepSet([_merge(left, right) for left, right in self._pairs(other)])
 
     def overlap(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
         """Return the share of this set's entries that a set of the same layers, requests and KV heads keeps too.
@@ -358,8 +358,8 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
     keys, order = (rows * length + positions).sort(stable=True)
     first = order[F.pad(keys[1:] != keys[:-1], (1, 0), value=True)[: keys.numel()]]
     counts = rows[first].bincount(minlength=a.counts.numel()).view_as(a.counts)
-    places = KeptIndices.of(indices[first], positions[first])
-    return LayerKeepSet(a.layer, HeadCounts(counts), places, a.entry_bytes)
+    kept_indices = KeptIndices.of(indices[first], positions[first])
+    return LayerKeepSet(a.layer, HeadCounts(counts), kept_indices, a.entry_bytes)
 
 
 def _true_places(mask: Bool[Tensor, " places"], heads: HeadCounts) -> Int[Tensor, " total"]:
@@ -369,5 +369,5 @@ def _true_places(mask: Bool[Tensor, " places"], heads: HeadCounts) -> Int[Tensor
     total = heads.total
     # All indices where it is false are written to one last element, which is cut off.
     rank = (mask.cumsum(0) - 1).where(mask, total)
-    places = torch.arange(len(mask), device=mask.device)
-    return places.new_empty(total + 1).scatter_(0, rank, places)[:total]
+    token_indices = torch.arange(len(mask), device=mask.device)
+    return token_indices.new_empty(total + 1).scatter_(0, rank, token_indices)[:total]

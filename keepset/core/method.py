@@ -169,8 +169,8 @@ class Method(ABC):
             KeepsetError: if an observation lacks something that the method needs.
         """
         kept = []
-        for each in observations:
-            kept.append(self.choose(self.ranked(each, budget, self.quotas(each.sizes, budget))))
+        for observation in observations:
+            kept.append(self.choose(self.ranked(observation, budget, self.quotas(observation.sizes, budget))))
         return KeepSet(kept)
 
     def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
@@ -316,7 +316,7 @@ def forecast_quotas(
         Quotas `[len(layer_ids) * requests, kv_heads]` on the CPU, layer after layer.
     """
     repeats = len(layer_ids)
-    held = torch.tensor(entries, dtype=torch.long).repeat(repeats, 1)
+    entry_counts = torch.tensor(entries, dtype=torch.long).repeat(repeats, 1)
     tokens, prompt_tokens = (torch.tensor(numbers, dtype=torch.long).repeat(repeats) for numbers in (lengths, prompts))
-    sizes = Sizes(held, tokens, prompt_tokens, tuple(layer_ids), layers, features or {})
-    return method.quotas(sizes, budget).minimum(held)
+    sizes = Sizes(entry_counts, tokens, prompt_tokens, tuple(layer_ids), layers, features or {})
+    return method.quotas(sizes, budget).minimum(entry_counts)

@@ -180,17 +180,17 @@ class Observation:
             key: names the result; a method's own keys begin with the method.
             make: computes it.
         """
-        made: dict[Hashable, Tensor] = vars(self).setdefault("_made", {})
-        if key not in made:
-            made[key] = make()
-        return made[key]
+        computed: dict[Hashable, Tensor] = vars(self).setdefault("_made", {})
+        if key not in computed:
+            computed[key] = make()
+        return computed[key]
 
     def with_features(self, features: Mapping[Feature[Any], Any]) -> Observation:
         """Return the same observation with more features."""
-        more = copy.copy(self)
-        vars(more).pop("_made", None)
-        vars(more)["features"] = {**self.features, **features}
-        return more
+        extended = copy.copy(self)
+        vars(extended).pop("_made", None)
+        vars(extended)["features"] = {**self.features, **features}
+        return extended
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
         """Return the keys of some KV heads."""
@@ -389,8 +389,8 @@ class Observation:
             grouped, keys, positions, valid = (part.flatten(0, 1) for part in everything)
             last = last_visible[:, None].expand(*self.valid[:, heads].shape[:2], -1).flatten(0, 1)
             bias = None if self.bias is None else self.bias[:, heads].flatten(0, 1)
-            own = None if sinks is None else sinks[heads].repeat(len(queries), 1)
-            softmax = replace(self.softmax, sinks=own)
+            query_sinks = None if sinks is None else sinks[heads].repeat(len(queries), 1)
+            softmax = replace(self.softmax, sinks=query_sinks)
             sums = received_attention(grouped, keys, positions, last, softmax, valid, sums_of, bias)
             return sums.unflatten(0, self.valid[:, heads].shape[:2])
 
@@ -415,8 +415,8 @@ class Observation:
     @property
     def heads_alike(self) -> Bool[Tensor, " batch"]:
         """Return whether all heads of a request hold the same entries."""
-        alike = ((self.positions == self.positions[:, :1]) | ~self.valid) & (self.valid == self.valid[:, :1])
-        return alike.flatten(1).all(1)
+        same_entries = ((self.positions == self.positions[:, :1]) | ~self.valid) & (self.valid == self.valid[:, :1])
+        return same_entries.flatten(1).all(1)
 
     def mean_over_heads(self, statistic: Scores) -> Scores:
         """Return each entry's mean over the KV heads; its own number if a request's heads hold different entries."""
@@ -465,9 +465,9 @@ class LazyObservation(Observation):
         # Tensors of the right shape that take no memory.
         nothing = torch.empty((), dtype=dtype, device=device)
         super().__init__(keys=nothing.expand(*shape, head_dim), values=nothing.expand(*shape, value_dim), **parts)
-        own = vars(self)
-        del own["keys"], own["values"]
-        own.update(head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+        attributes = vars(self)
+        del attributes["keys"], attributes["values"]
+        attributes.update(head_dim=head_dim, value_dim=value_dim, dtype=dtype)
 
     @cached_property
     def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:  # type: ignore[override]

@@ -78,11 +78,11 @@ class RotaryTable:
 
     def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half, width = cos.shape[-1], rows.shape[-1]
-        before, turned, rest = rows.split([self._first, 2 * half, width - self._first - 2 * half], -1)
+        before, turned, after = rows.split([self._first, 2 * half, width - self._first - 2 * half], -1)
         if self._halves:
             a, b = turned.chunk(2, -1)
             turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
         else:
             a, b = turned[..., ::2], turned[..., 1::2]
             turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-        return torch.cat([before, turned, rest], -1) if turned.shape[-1] < width else turned
+        return torch.cat([before, turned, after], -1) if turned.shape[-1] < width else turned

@@ -82,8 +82,8 @@ def _refuse_nan(ranked: Scores, observation: Observation) -> None:
             bool((rows.isnan().any(-1) & observation.valid).any()) for rows in (observation.keys, observation.values)
         ):
             raise KeepsetError(NAN_MODEL)
-        first, *rest = observation.layer_ids
-        named = f"the layers {first} to {rest[-1]}" if rest else f"layer {first}"
+        first, *later_ids = observation.layer_ids
+        named = f"the layers {first} to {later_ids[-1]}" if later_ids else f"layer {first}"
         raise KeepsetError(
             f"Scores of {named} are NaN, so nothing says what to keep: the method's formula "
             "fails on these numbers; try another recipe, or the model in float32 or bfloat16."

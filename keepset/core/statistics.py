@@ -108,8 +108,8 @@ def _interpolated(
 
 def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:
     """Return the interpolation weights of the knots 1, 2, 4, ... at distances or lengths."""
-    places = _places(numbers, knots - 1)[:, None]
-    return (1 - (places - torch.arange(knots, device=numbers.device)).abs()).clamp(min=0)
+    knot_positions = _places(numbers, knots - 1)[:, None]
+    return (1 - (knot_positions - torch.arange(knots, device=numbers.device)).abs()).clamp(min=0)
 
 
 def _places(numbers: Int[Tensor, "*shape"], last: int) -> Float[Tensor, "*shape"]:
@@ -245,11 +245,11 @@ class Statistics:
     def check(self, layers: tuple[int, ...], kv_heads: int, head_dim: int | None = None) -> None:
         """Raise KeepsetError if a model has other layers, KV heads or key sizes than the one they were measured on."""
         heads, size = next(iter(self.layers.values())).direction.shape
-        theirs = len(self.layers), heads, None if head_dim is None else size
+        file_shape = len(self.layers), heads, None if head_dim is None else size
         ours = len(layers), kv_heads, head_dim
-        if tuple(self.layers) != layers or theirs != ours:
+        if tuple(self.layers) != layers or file_shape != ours:
             raise KeepsetError(
-                f"The statistics {self.name!r} are of another model: theirs has {_shape(*theirs)}, this one "
+                f"The statistics {self.name!r} are of another model: theirs has {_shape(*file_shape)}, this one "
                 f"{_shape(*ours)}. Make them for this model with keepset calibrate."
             )
 
@@ -264,8 +264,8 @@ class Statistics:
         kv_heads = share.of(share.kv_heads)
 
         def divided(layer: LayerStatistics) -> LayerStatistics:
-            own = share.of(len(layer.mean))
-            mean, covariance, norm = layer.mean[own], layer.covariance[own], layer.norm[own]
+            head_rows = share.of(len(layer.mean))
+            mean, covariance, norm = layer.mean[head_rows], layer.covariance[head_rows], layer.norm[head_rows]
             direction = layer.direction[kv_heads]
             return dataclasses.replace(layer, direction=direction, mean=mean, covariance=covariance, norm=norm)
 
@@ -300,11 +300,11 @@ class Statistics:
 
     def _once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """Return the value for a key, computed at the first call."""
-        made: dict[Hashable, Tensor] = vars(self).setdefault("_made", {})
-        if key not in made:
+        computed: dict[Hashable, Tensor] = vars(self).setdefault("_made", {})
+        if key not in computed:
             with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode
-                made[key] = make()
-        return made[key]
+                computed[key] = make()
+        return computed[key]
 
     def gates(self) -> Float[Tensor, "layers kv_heads"]:
         """Return how much each KV head retrieves; raise KeepsetError if that was not measured."""
@@ -386,10 +386,10 @@ def _layer(file: Any, index: int) -> LayerStatistics:
 
 def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Tensor]:
     """Return the gates of all layers, or none."""
-    places = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
-    if not any(place in file for place in places.values()):
+    gate_names = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
+    if not any(gate_name in file for gate_name in gate_names.values()):
         return {}
-    gates = {index: file[place] for index, place in places.items()}
+    gates = {index: file[gate_name] for index, gate_name in gate_names.items()}
     for index, gate in gates.items():
         shape = layers[index].direction.shape[:1]
         if gate.shape != shape or gate.dtype != torch.float32 or not ((gate >= 0) & (gate <= 1)).all():
@@ -399,12 +399,12 @@ def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Te
 
 def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Predictor]:
     """Return the networks of all layers, or none."""
-    places = {index: [f"layers.{index}.{name}" for name in Predictor._fields] for index in layers}
-    if not any(place in file for names in places.values() for place in names):
+    tensor_names = {index: [f"layers.{index}.{name}" for name in Predictor._fields] for index in layers}
+    if not any(tensor_name in file for names in tensor_names.values() for tensor_name in names):
         return {}
     predictors = {}
-    for index, names in places.items():
-        predictor = Predictor(*(file[place].float() for place in names))
+    for index, names in tensor_names.items():
+        predictor = Predictor(*(file[tensor_name].float() for tensor_name in names))
         heads, width = predictor.hidden_bias.shape
         if (
             heads != len(layers[index].direction)

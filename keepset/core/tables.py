@@ -159,8 +159,8 @@ def _check(tables: Tables) -> None:
 
 def _relative(wanted: int, existing: int) -> Int[Tensor, " wanted"]:
     """Return for each of `wanted` places the one at the same relative place among `existing` ones."""
-    places = torch.arange(wanted, dtype=torch.float64) * (existing - 1) / max(wanted - 1, 1)
-    return (places + 0.5).floor().long()
+    sample_points = torch.arange(wanted, dtype=torch.float64) * (existing - 1) / max(wanted - 1, 1)
+    return (sample_points + 0.5).floor().long()
 
 
 @lru_cache(maxsize=1)

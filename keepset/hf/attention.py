@@ -204,28 +204,28 @@ class AttentionInput:
             index: the request, by its row of the batch.
             batched: what was done for the tokens of all requests.
         """
-        some, rows = copy.copy(self), slice(index, index + 1)
-        some.query, some.key, some.value = self.query[rows], self.key[rows], self.value[rows]
-        some.position_ids = None if self.position_ids is None else self.position_ids[rows]
-        some.rows, some.batched = rows, BatchedAttention(*(part[rows] for part in batched))
-        return some
+        request_input, rows = copy.copy(self), slice(index, index + 1)
+        request_input.query, request_input.key, request_input.value = self.query[rows], self.key[rows], self.value[rows]
+        request_input.position_ids = None if self.position_ids is None else self.position_ids[rows]
+        request_input.rows, request_input.batched = rows, BatchedAttention(*(part[rows] for part in batched))
+        return request_input
 
     def read_by(self, reader: AttentionInput) -> AttentionInput:
         """Return these tokens with the queries of another layer, which attends to the same entries."""
-        some = copy.copy(self)
-        some.module, some.softmax, some.lse = reader.module, reader.softmax, None
-        some.query = reader.query.to(self.query.dtype)
-        return some
+        reader_input = copy.copy(self)
+        reader_input.module, reader_input.softmax, reader_input.lse = reader.module, reader.softmax, None
+        reader_input.query = reader.query.to(self.query.dtype)
+        return reader_input
 
     def tokens(self, part: slice) -> AttentionInput:
         """Return some of the tokens, neighbours of one another."""
-        some = copy.copy(self)
-        some._cut(part)
-        some.positions, some.start = self.positions[:, part], self.start + (part.start or 0)
-        some.end = some.start + some.length
-        some.real = None if self.real is None else self.real.part(part)
-        some.rotation = None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part])
-        return some
+        token_input = copy.copy(self)
+        token_input._cut(part)
+        token_input.positions, token_input.start = self.positions[:, part], self.start + (part.start or 0)
+        token_input.end = token_input.start + token_input.length
+        token_input.real = None if self.real is None else self.real.part(part)
+        token_input.rotation = None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part])
+        return token_input
 
     def _cut(self, part: slice) -> None:
         """Reduce queries, keys and values to some tokens."""
@@ -245,19 +245,19 @@ def joined(layers: Sequence[AttentionInput]) -> AttentionInput:
         UnsupportedModelError: the layers attend in different ways.
     """
     first = layers[0]
-    ways = {(type(each.module), each.softmax.scaling, each.softmax.softcap) for each in layers}
-    if len(ways) > 1 or len({each.softmax.sinks is None for each in layers}) > 1:
+    ways = {(type(layer.module), layer.softmax.scaling, layer.softmax.softcap) for layer in layers}
+    if len(ways) > 1 or len({layer.softmax.sinks is None for layer in layers}) > 1:
         raise UnsupportedModelError(
             "Layers of this model attend to the same keys in different ways, which keepset does not support."
         )
     kv_heads, whole = first.key.shape[1], copy.copy(first)
-    whole.query = by_group([each.query for each in layers], kv_heads, 1)
-    whole.modules = [each.module for each in layers]
+    whole.query = by_group([layer.query for layer in layers], kv_heads, 1)
+    whole.modules = [layer.module for layer in layers]
     if first.softmax.sinks is not None:
-        sinks = [each.softmax.sinks for each in layers if each.softmax.sinks is not None]
+        sinks = [layer.softmax.sinks for layer in layers if layer.softmax.sinks is not None]
         whole.softmax = replace(first.softmax, sinks=by_group(sinks, kv_heads, 0))
     if first.lse is not None:
-        rows = zip(*(each.lse for each in layers if each.lse is not None), strict=True)
+        rows = zip(*(layer.lse for layer in layers if layer.lse is not None), strict=True)
         whole.lse = [by_group(row, kv_heads, 0) for row in rows]
     return whole
 
@@ -531,12 +531,12 @@ def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
     """Return the rule of a mask for keepset's own layers, and transformers' SDPA mask for all others."""
     if isinstance(finished := arguments.get("attention_mask"), MaskRule):
         return finished  # which a model made and hands to its decoder
-    held, new = arguments["q_offset"], int(arguments["q_length"])
-    if not isinstance(held, KeepsetLength):
+    cached, new = arguments["q_offset"], int(arguments["q_length"])
+    if not isinstance(cached, KeepsetLength):
         return sdpa_mask(**arguments)
     if not new:
-        raise KeepsetError(f"The cache holds {int(held)} tokens and the input has no more: {OTHER_PROMPT}.")
-    padding, end = arguments.get("attention_mask"), int(held) + new
+        raise KeepsetError(f"The cache holds {int(cached)} tokens and the input has no more: {OTHER_PROMPT}.")
+    padding, end = arguments.get("attention_mask"), int(cached) + new
     if padding is not None and padding.shape[-1] < end:  # before any layer has stored a token
         raise narrow_mask(padding, end)
     return MaskRule(arguments)

@@ -65,8 +65,8 @@ def go_together(
     batch = _Batch(caches, positions)
     offsets = [cache.position_offsets for cache in caches]
     ids = positions
-    if any(isinstance(each, Tensor) for each in offsets):
-        ids = ids + torch.cat([positions.new_zeros(1, 1) + each for each in offsets])
+    if any(isinstance(offset, Tensor) for offset in offsets):
+        ids = ids + torch.cat([positions.new_zeros(1, 1) + offset for offset in offsets])
     output = model(tokens, position_ids=ids, past_key_values=batch, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1], batch.errors
 
@@ -107,14 +107,14 @@ class _Batch(Forwards, TransformersCache):
 
     def _of_each(self, make: Callable[[int, Cache], Made]) -> dict[int, Made]:
         """Return a result for each cache that has not failed, by row; a failure does not affect other caches."""
-        made: dict[int, Made] = {}
+        by_row: dict[int, Made] = {}
         for row, cache in enumerate(self._caches):
             if row not in self.errors:
                 try:
-                    made[row] = make(row, cache)
+                    by_row[row] = make(row, cache)
                 except Exception as error:
                     self.errors[row] = error
-        return made
+        return by_row
 
 
 def _attend_together(
@@ -128,8 +128,8 @@ def _attend_together(
     if len(by_kind) != 1:  # no row, or some are in other bits or another precision, which are attended to separately
         output = new.value.new_zeros(len(new.query), n, query_heads, new.value.shape[-1])
         return sum((_attend_together(rows, new, positions) for rows in by_kind.values()), output)
-    some = None if len(stores) == len(new.query) else upload(list(stores), new.query.device)
-    rows = slice(None) if some is None else some
+    row_indices = None if len(stores) == len(new.query) else upload(list(stores), new.query.device)
+    rows = slice(None) if row_indices is None else row_indices
     ((_, dtype),) = by_kind
     query, key, value = (part[rows].to(dtype) for part in (new.query, new.key, new.value))
     at = positions[rows]
@@ -138,6 +138,6 @@ def _attend_together(
         store.count_appended(n)
     attended = ragged_attention(query, [s.heads for s in stores.values()], new.softmax, at if n > 1 else None)
     attended = attended.to(new.value.dtype)
-    if some is None:
+    if row_indices is None:
         return attended
-    return attended.new_zeros(len(new.query), *attended.shape[1:]).index_copy(0, some, attended)
+    return attended.new_zeros(len(new.query), *attended.shape[1:]).index_copy(0, row_indices, attended)

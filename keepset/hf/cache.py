@@ -98,7 +98,9 @@ class Cache(ObservedCache):
             self._waits_for_all_layers = True
             reason = "looks across layers, so it cannot take drafted tokens together with the prompt"
             self._no_drafts = self._no_drafts or f"{self.recipe.method.name} {reason}"
-        self._stacks_layers = all(each in self._from_files or isinstance(each, QuantizedEntries) for each in needs)
+        self._stacks_layers = all(
+            feature in self._from_files or isinstance(feature, QuantizedEntries) for feature in needs
+        )
         self.events: list[Event] = []
         self.history = history
         self.observer = observer
@@ -151,11 +153,11 @@ class Cache(ObservedCache):
             reason = "compresses while decoding, but a shared prefill serves the prompt's compression only"
             raise KeepsetError(f"{cache.recipe} {reason}: leave every= out.")
         cache.stop_watching()
-        for index, other in enumerate(prompt.layers):
+        for index, prompt_layer in enumerate(prompt.layers):
             if index in cache.managed_layers:
-                cache.managed_layers[index].copy_states(other)
+                cache.managed_layers[index].copy_states(prompt_layer)
             else:
-                cache.layers[index] = copy.deepcopy(other)
+                cache.layers[index] = copy.deepcopy(prompt_layer)
         if prompt.progress is not None:
             cache.progress, cache.adapters = copy.copy(prompt.progress), prompt.adapters
             cache.set_position_offsets(None if prompt._rope is None else prompt._rope.deltas)
@@ -171,12 +173,12 @@ class Cache(ObservedCache):
             return f"Cache({self.recipe}: empty)"
         stores = [layer.store for layer in self.managed_layers.values() if layer.store is not None]
         heads = sum(store.kv_heads * store.batch for store in stores)
-        held = sum(store.entries for store in stores) / max(heads, 1)
-        nbytes, beside = self.nbytes_entries, f"{(self.nbytes - self.nbytes_entries) / 1e6:.1f}"
+        mean_entries = sum(store.entries for store in stores) / max(heads, 1)
+        nbytes, workspace_mb = self.nbytes_entries, f"{(self.nbytes - self.nbytes_entries) / 1e6:.1f}"
         share = f"{nbytes / 1e6:.1f} MB of {self.nbytes_full / 1e6:.1f}"
         fixed = f", {self.nbytes_fixed / 1e6:.1f} MB of both in windows and states" if self.nbytes_fixed else ""
-        room = "" if beside == "0.0" else f", {beside} MB more for what comes"
-        return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {share}{fixed}{room})"
+        room = "" if workspace_mb == "0.0" else f", {workspace_mb} MB more for what comes"
+        return f"Cache({self.recipe}: {mean_entries:.0f} of {self.progress.logical} tokens, {share}{fixed}{room})"
 
     @property
     def nbytes_entries(self) -> int:
@@ -202,14 +204,14 @@ class Cache(ObservedCache):
         Entries are counted as `Budget.bytes` counts them, whatever the model's type; layers that keepset leaves alone
         are not counted.
         """
-        held, full, traits = 0, 0, self.recipe.method.traits
+        kept_bytes, full, traits = 0, 0, self.recipe.method.traits
         for layer in self.managed_layers.values():
             if layer.store is not None and self.progress is not None:
                 sizes = layer.store.heads.sizes
                 twice = 0 if layer.store.residual is None else layer.store.residual.entries
-                held += layer.store.entries * traits.entry_bytes(*sizes) + twice * traits.layer_bytes(*sizes)
+                kept_bytes += layer.store.entries * traits.entry_bytes(*sizes) + twice * traits.layer_bytes(*sizes)
                 full += layer.store.kv_heads * sum(self.progress.tokens) * FULL_BYTES * sum(sizes)
-        return held / full if full else 1.0
+        return kept_bytes / full if full else 1.0
 
     @property
     def keep_set(self) -> KeepSet | None:
@@ -341,20 +343,20 @@ class Cache(ObservedCache):
         if not (is_async_device(up_to_event.key.device) and method.traits.count_known_on_host):
             return None
         assert progress is not None
-        held = layer.held(up_to_event)
+        head_entries = layer.held(up_to_event)
         if up_to_event.end > progress.prompt:
-            later_counts = [0] * len(held) if layer.after_event is None else layer.after_event.counts
+            later_counts = [0] * len(head_entries) if layer.after_event is None else layer.after_event.counts
             lengths = [tokens - later for tokens, later in zip(progress.tokens, later_counts, strict=True)]
         else:  # nothing was dropped yet
-            lengths = [heads[0] for heads in held]
+            lengths = [heads[0] for heads in head_entries]
         if method.traits.fixed_total:  # the average head gives the same number for a layer
-            held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
+            head_entries = [[sum(heads) // len(heads)] * len(heads) for heads in head_entries]
         # Of all layers at once, since they hold the same: unless the event before has left them different numbers, or
         # their heads have other sizes.
         layers = self.compressed_layers
         key, value = layer.store_type.stored(up_to_event.key[:0], up_to_event.value[:0])
         budget = self._budget([(key.shape[-1], value.shape[-1])])
-        basis = budget, held, lengths, progress.prompt_tokens, layers, layers
+        basis = budget, head_entries, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
             quotas = forecast_quotas(method, *basis, self._from_files)
             self._forecast = basis, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()
@@ -374,9 +376,9 @@ class Cache(ObservedCache):
         event = self._unfinished.setdefault(length, _UnfinishedEvent())
         stacks = stacks_of(observations, method.traits.across_layers) if self._stacks_layers else observations
         for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
-            members = [each for stack in group for each in layers_of(stack)] if self._stacks_layers else group
+            members = [member for stack in group for member in layers_of(stack)] if self._stacks_layers else group
             start = time.perf_counter()
-            budget = self._budget([each.entry_sizes for each in members])
+            budget = self._budget([member.entry_sizes for member in members])
             noticed = NAN_NOTICED.set(event.with_nan)
             try:
                 keep_set = method.select_all(group, budget)
@@ -402,8 +404,8 @@ class Cache(ObservedCache):
             return
         del self._unfinished[length]
         # Counts from the data were read one by one. On a GPU the host would wait once more.
-        known = method.traits.counts_from_data and is_async_device(event.kept[0].counts.device)
-        with_nan = [] if known and not method.traits.across_layers else event.with_nan
+        async_counts = method.traits.counts_from_data and is_async_device(event.kept[0].counts.device)
+        with_nan = [] if async_counts and not method.traits.across_layers else event.with_nan
         keep_set = KeepSet(event.kept).count(with_nan)
         if [1] in map(attrgetter("host_values"), with_nan):
             _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))

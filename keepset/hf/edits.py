@@ -102,12 +102,16 @@ class EditableCache(Forwards, TransformersCache):
                 "(cache.fork())."
             )
         length = progress.logical - removed
-        others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, LayerState)]
+        unmanaged = [
+            (layer_cache, cropped(layer_cache, removed, length))
+            for layer_cache in self.layers
+            if not isinstance(layer_cache, LayerState)
+        ]
         if removed:
             per_request = progress.crop(removed)
             for kept in self.managed_layers.values():
                 kept.take_back(removed, per_request, progress.lengths)
-        for layer, attributes in others:
+        for layer, attributes in unmanaged:
             vars(layer).update(attributes)
 
     def activate_past_recording(self) -> None:

@@ -153,21 +153,21 @@ class AttentionHooks(ModelHooks):
     def layer_input(self, new: AttentionInput) -> LayerInput:
         """Return the input of the attention module whose call is under way."""
         module, rotary = new.module, None
-        seen = next((each for each in self._newest.attention if each.module is module), None)
-        if seen is None:
+        attention_call = next((call for call in self._newest.attention if call.module is module), None)
+        if attention_call is None:
             raise UnsupportedModelError(
                 f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
                 "do not support this model."
             )
-        if (rotation := seen.kwargs.get("position_embeddings")) is not None:
-            rotary = next((each for each in self._newest.rotary if _is_output(rotation, each)), None)
+        if (rotation := attention_call.kwargs.get("position_embeddings")) is not None:
+            rotary = next((call for call in self._newest.rotary if _is_output(rotation, call)), None)
             if rotary is None or cos_and_sin(rotation)[0].ndim != 3:
                 raise UnsupportedModelError(
                     f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
                     "at future queries do not support this model."
                 )
         return LayerInput(
-            seen,
+            attention_call,
             rotary,
             new.query,
             new.positions,
@@ -297,13 +297,13 @@ class PerplexityHooks(ModelHooks):
         self._last = []
         for row in range(batch):
             exists = slice(None) if valid is None else valid[row, -newest:]
-            own, tokens = logits[row][exists], ids[row, -newest:][exists]
+            row_logits, tokens = logits[row][exists], ids[row, -newest:][exists]
             # The logits for the first of these tokens came with the last call, unless tokens lie between.
-            known = torch.cat([last[row] if whole else own[:0], own])
-            foretold = known[:-1].float().log_softmax(-1)
+            scored_logits = torch.cat([last[row] if whole else row_logits[:0], row_logits])
+            foretold = scored_logits[:-1].float().log_softmax(-1)
             losses = -foretold.gather(-1, tokens[len(tokens) - len(foretold) :, None].to(foretold.device))[:, 0]
             self._losses[row] = torch.cat([self._losses[row], losses])[-self._longest :]
-            self._last.append(known[-1:].clone())
+            self._last.append(scored_logits[-1:].clone())
 
 
 def _ends_with_tokens(mask: Tensor | None, ids: Tensor) -> bool:
@@ -374,7 +374,7 @@ class ImageHooks(ModelHooks):
         ids = self._ids.to(positions.device)
         images = torch.isin(ids, torch.tensor(self._tokens, dtype=torch.long, device=ids.device))
         images = images if real is None else images & real
-        return tuple(runs(row[own].tolist()) for row, own in zip(positions, images, strict=True))
+        return tuple(runs(row[in_row].tolist()) for row, in_row in zip(positions, images, strict=True))
 
 
 class RopeDeltas(ModelHooks):

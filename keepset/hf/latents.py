@@ -57,10 +57,10 @@ class Latents:
         weight = matrix_of(getattr(module, "kv_b_proj", None), latent, latent.shape[-1])
         if weight is None or weight.shape[1] != heads * (nope + size):
             raise unknown
-        made = cls(*weight.t().unflatten(0, (heads, nope + size)).split([nope, size], 1))
+        projections = cls(*weight.t().unflatten(0, (heads, nope + size)).split([nope, size], 1))
         if module not in _checked:
             newest = latent[:, :, -1:].float()
-            for whole, part in ((key[..., :nope], made.to_keys), (value, made.to_values)):
+            for whole, part in ((key[..., :nope], projections.to_keys), (value, projections.to_values)):
                 expected = newest @ part.float().mT
                 bound = 0.02 if key.dtype != torch.float32 else 1e-3
                 if not torch.allclose(whole[:, :, -1:].float(), expected, bound, bound * float(expected.abs().max())):
@@ -68,7 +68,7 @@ class Latents:
             if not torch.equal(key[:, :, -1:, nope:], rotated[:, :, -1:].expand(-1, heads, -1, -1)):
                 raise unknown
             _checked.add(module)
-        return made
+        return projections
 
     def absorbed(self, queries: Float[Tensor, "batch query_heads n head_dim"]) -> Tensor:
         """Return queries for latents and rotated parts, `[batch, query_heads, n, latent + rotated]`."""
@@ -90,13 +90,13 @@ class LatentInput(AttentionInput):
     @classmethod
     def of(cls, new: AttentionInput, latent: Tensor, rotated: Tensor) -> LatentInput:
         """Return the tokens of a call of the attention function."""
-        some = cls.__new__(cls)
-        vars(some).update(vars(new))
+        latent_input = cls.__new__(cls)
+        vars(latent_input).update(vars(new))
         latent, rotated = (part.to(new.key.dtype) for part in (latent, rotated))
-        some.latents, some.own = Latents.of(new, latent, rotated), (new.query, new.key, new.value)
-        some.key, some.value = torch.cat([latent, rotated], -1), latent
-        del vars(some)["query"]
-        return some
+        latent_input.latents, latent_input.own = Latents.of(new, latent, rotated), (new.query, new.key, new.value)
+        latent_input.key, latent_input.value = torch.cat([latent, rotated], -1), latent
+        del vars(latent_input)["query"]
+        return latent_input
 
     @cached_property
     def query(self) -> Tensor:  # type: ignore[override]
@@ -124,7 +124,7 @@ class LatentInput(AttentionInput):
         vars(self).pop("query", None)
 
     def _cut(self, part: slice) -> None:
-        query, key, value = (each[:, :, part] for each in self.own)
+        query, key, value = (states[:, :, part] for states in self.own)
         self.own, self.key, self.value = (query, key, value), self.key[:, :, part], self.value[:, :, part]
         vars(self).pop("query", None)
 

@@ -179,12 +179,12 @@ class LayerState(LogicalLayer):
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
         """Store exactly the kept entries of an observation; `append_after_event` follows once all layers have."""
-        others = {"positions": observation.positions.int(), **kept.state}
+        columns = {"positions": observation.positions.int(), **kept.state}
         if isinstance(observation, StoredObservation):
-            self.store = observation.store.kept(others, kept.indices, kept.heads)
+            self.store = observation.store.kept(columns, kept.indices, kept.heads)
         else:
             keys, values = self.store_type.stored(observation.keys, observation.values)
-            self.store = self.store_type.pack({"keys": keys, "values": values, **others}, kept.indices, kept.heads)
+            self.store = self.store_type.pack({"keys": keys, "values": values, **columns}, kept.indices, kept.heads)
         if kept.values is not None:
             self.store.replace_values(kept.values)
         if kept.bits is not None:

@@ -66,17 +66,19 @@ class RotaryLayout:
         A number may be 0 in every query, as a norm's scale of 0 makes it. Its partner tells how both rotate.
         """
         bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
-        none, one = torch.zeros(len(bits), size, dtype=torch.float32), torch.ones(1, size, dtype=torch.float32)
-        cos = torch.cat([one, 0 * one, 0 * one, bits, none])
-        queries = probe(cos, torch.cat([0 * one, 0 * one, one, none, bits])).float()
+        none, unit = torch.zeros(len(bits), size, dtype=torch.float32), torch.ones(1, size, dtype=torch.float32)
+        cos = torch.cat([unit, 0 * unit, 0 * unit, bits, none])
+        queries = probe(cos, torch.cat([0 * unit, 0 * unit, unit, none, bits])).float()
         plain, turned = (queries[:, :, at].abs().flatten(0, 1).T for at in (0, 2))
-        there = (queries != 0).any(0).any(0)
-        still, (cos_bits, sin_bits) = there[1], there[3:].split(len(bits))
+        nonzero = (queries != 0).any(0).any(0)
+        still, (cos_bits, sin_bits) = nonzero[1], nonzero[3:].split(len(bits))
         partner = _partners(turned, plain, still)
         sign = (queries[:, :, 2] * queries[:, :, 0, partner]).sum((0, 1)).sign().int().masked_fill(still, 0)
         sign = sign.where(sign != 0, -sign[partner])
         worth = 2 ** torch.arange(len(bits), device=queries.device)[:, None]
-        cos, sin = ((each * worth).sum(0).clamp(max=size - 1).masked_fill(still, 0) for each in (cos_bits, sin_bits))
+        cos, sin = (
+            (bit_mask * worth).sum(0).clamp(max=size - 1).masked_fill(still, 0) for bit_mask in (cos_bits, sin_bits)
+        )
         cos, sin = cos.where(plain.any(-1), cos[partner]), sin.where(turned.any(-1), sin[partner])
         index = torch.arange(len(cos), device=cos.device)
         in_order = len(cos) == size and bool(((cos == index) & (sin == index) & ~still).all())
@@ -194,10 +196,10 @@ class LayerInput(QuerySource):
         self._call, self._rows, self._positions, self._valid = replace(call, kwargs=kwargs), rows, positions, valid
         self._rotary, self._tokens = rotary, query.shape[2]
         self._given = (position_ids,) if rotary is None else (*rotary.args, *rotary.kwargs.values())
-        known = _LAYOUTS.get(call.module)
-        self._layout = known or self._found_layout()
+        layout = _LAYOUTS.get(call.module)
+        self._layout = layout or self._found_layout()
         self.rotation = self._own_rotation()
-        if known is None:
+        if layout is None:
             self._check(query)
             _LAYOUTS[call.module] = self._layout
 
@@ -212,9 +214,9 @@ class LayerInput(QuerySource):
 
     def rotated_by(self, rotation: Rotation | None) -> LayerInput:
         """Return the same layer's input for queries of other forwards, which this rotation has rotated."""
-        other = copy.copy(self)
-        other.rotation = None if self.rotation is None else rotation
-        return other
+        rotated = copy.copy(self)
+        rotated.rotation = None if self.rotation is None else rotation
+        return rotated
 
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         return self._unrotate(queries, 0)
@@ -238,12 +240,14 @@ class LayerInput(QuerySource):
         if not self._layout.changes:
             return None
         embedded = self._call.kwargs.get("position_embeddings")
-        given = _no_rotation(self._positions, self.hidden) if embedded is None else cos_and_sin(embedded)
-        cos, sin = (part if len(part) == 1 else part[self._rows] for part in given)
+        rotation = _no_rotation(self._positions, self.hidden) if embedded is None else cos_and_sin(embedded)
+        cos, sin = (part if len(part) == 1 else part[self._rows] for part in rotation)
         if not self._layout.scales:
             return self._layout.rotation(cos, sin, None)
-        own = (self._positions + self._offset[:, None]).clamp(min=0)  # padding before the first token has none
-        return self._layout.rotation(cos, sin, self._scale(own))
+        true_positions = (self._positions + self._offset[:, None]).clamp(
+            min=0
+        )  # padding before the first token has none
+        return self._layout.rotation(cos, sin, self._scale(true_positions))
 
     def _future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
         """Return the mean rotation of the `future` positions from `lengths` on."""
@@ -277,16 +281,16 @@ class LayerInput(QuerySource):
         """Return the queries that the module makes of other hidden states: it runs again, with norms and biases."""
         batch, n, _ = hidden.shape
         at = torch.zeros(batch, n, dtype=torch.long, device=hidden.device) if positions is None else positions
-        own, probe = hidden_states_of(self._call), QueryProbe()
-        hidden = hidden.to(own.dtype)
+        module_input, probe = hidden_states_of(self._call), QueryProbe()
+        hidden = hidden.to(module_input.dtype)
 
         def instead(name: str, value: Any) -> Any:
-            if value is own:  # which some modules take several times
+            if value is module_input:  # which some modules take several times
                 return hidden.contiguous()
             if name == "position_embeddings" and value is not None:
                 size = cos_and_sin(value)[0].shape[-1]
-                given = rotation or (hidden.new_ones(n, size), hidden.new_zeros(n, size))
-                cos, sin = (part.to(hidden).expand(batch, -1, -1) for part in given)
+                cos_sin = rotation or (hidden.new_ones(n, size), hidden.new_zeros(n, size))
+                cos, sin = (part.to(hidden).expand(batch, -1, -1) for part in cos_sin)
                 return torch.complex(cos.float(), sin.float()) if isinstance(value, Tensor) else (cos, sin)
             if isinstance(value, MutableMapping):  # which the module may write to
                 return copy.copy(value)
@@ -369,11 +373,17 @@ def position_offset(
 
     An image takes fewer positions than tokens: the next one follows the largest along any axis. Padding may take some.
     """
-    own = next((each for each in given if _length(each) == positions.shape[1]), None)
-    if own is None:
+    model_positions = next((candidate for candidate in given if _length(candidate) == positions.shape[1]), None)
+    if model_positions is None:
         return positions.new_zeros(len(positions))
-    own = own[None] if own.ndim == 1 else own.flatten(0, -3).amax(0) if own.ndim > 2 else own
-    ahead = (own if len(own) == 1 else own[rows]).to(positions.device) - positions
+    model_positions = (
+        model_positions[None]
+        if model_positions.ndim == 1
+        else model_positions.flatten(0, -3).amax(0)
+        if model_positions.ndim > 2
+        else model_positions
+    )
+    ahead = (model_positions if len(model_positions) == 1 else model_positions[rows]).to(positions.device) - positions
     if valid is None:
         return ahead[:, -1]
     order = torch.arange(positions.shape[1], device=positions.device)
@@ -382,8 +392,8 @@ def position_offset(
 
 def _no_rotation(positions: Int[Tensor, "batch n"], like: Tensor) -> Rotation:
     """Return the one cosine and sine of tokens that are not rotated."""
-    ones = like.new_ones(*positions.shape, 1)
-    return ones, torch.zeros_like(ones)
+    cosines = like.new_ones(*positions.shape, 1)
+    return cosines, torch.zeros_like(cosines)
 
 
 def _length(value: Any) -> int | None:

@@ -37,25 +37,25 @@ class LayerStack(LazyObservation):
     members: Sequence[Observation]
 
     def __init__(self, members: Sequence[Observation]) -> None:
-        first, width = members[0], max(each.valid.shape[2] for each in members)
+        first, width = members[0], max(member.valid.shape[2] for member in members)
         whole = len(members) * first.valid.shape[0], first.valid.shape[1], width
-        kept = [each.num_kept for each in members if each.num_kept is not None]
+        kept = [member.num_kept for member in members if member.num_kept is not None]
         super().__init__(
             whole,
             first.head_dim,
             first.value_dim,
             first.dtype,
             first.valid.device,
-            positions=_joined([each.positions for each in members], width),
-            valid=_joined([each.valid for each in members], width),
+            positions=_joined([member.positions for member in members], width),
+            valid=_joined([member.valid for member in members], width),
             lengths=first.lengths.repeat(len(members)),
             prompts=first.prompts.repeat(len(members)),
             features=first.features,
             softmax=first.softmax,
-            layer_ids=[each.layer for each in members],
+            layer_ids=[member.layer for member in members],
             layers=first.layers,
-            state={name: _joined([each.state[name] for each in members], width) for name in first.state},
-            count=sum(each.count for each in members),
+            state={name: _joined([member.state[name] for member in members], width) for name in first.state},
+            count=sum(member.count for member in members),
             entry_bytes=first.entry_bytes,
             longest=first.longest,
             num_kept=list(chain.from_iterable(kept)) if len(kept) == len(members) else None,
@@ -63,45 +63,52 @@ class LayerStack(LazyObservation):
         vars(self)["members"] = members
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
-        return _joined([_source(each).keys[:, heads] for each in self.members], self.valid.shape[2])
+        return _joined([_source(member).keys[:, heads] for member in self.members], self.valid.shape[2])
 
     def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
-        return _joined([_source(each).values[:, heads] for each in self.members], self.valid.shape[2])
+        return _joined([_source(member).values[:, heads] for member in self.members], self.valid.shape[2])
 
     def _codes_in_place(
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
     ) -> Scores | None:
         if uses_triton(new.device):  # the kernel reads new entries alone; to count them would wait for the device
             return None
-        some, members = new_entries(new), len(self.members)
-        index = some[2]
+        new_indices, members = new_entries(new), len(self.members)
+        index = new_indices[2]
         parts: Sequence[slice | Tensor] = [index] * members if isinstance(index, slice) else index.chunk(members)
-        are_new, positions, made = new[some], self.positions[some], []
+        are_new, positions, new_codes = new[new_indices], self.positions[new_indices], []
         rows = len(new) // members
         at_once = max(1, CACHE_BLOCK // max(1, are_new[:rows].numel() * self.head_dim))
         for first in range(0, members, at_once):
             group = slice(first, first + at_once)
-            taken = [_source(each).take(part) for each, part in zip(self.members[group], parts[group], strict=True)]
+            taken = [_source(member).take(part) for member, part in zip(self.members[group], parts[group], strict=True)]
             keys, values = taken[0] if len(taken) == 1 else map(torch.cat, zip(*taken, strict=True))
-            own = slice(first * rows, (first + at_once) * rows)
-            made.append(entry_codes(keys, values, positions[own], are_new[own], networks.of_layers(group)))
+            group_rows = slice(first * rows, (first + at_once) * rows)
+            new_codes.append(
+                entry_codes(keys, values, positions[group_rows], are_new[group_rows], networks.of_layers(group))
+            )
         codes = torch.zeros(new.shape, dtype=torch.float32) if known is None else known.clone()
-        codes[some] = torch.cat(made).where(are_new, codes[some])
+        codes[new_indices] = torch.cat(new_codes).where(are_new, codes[new_indices])
         return codes
 
     def split(self, kept: LayerKeepSet) -> Iterator[LayerKeepSet]:
         """Yield each layer's part of a method's choice from this observation."""
         counts = kept.counts.chunk(len(self.members))
-        each, known = counts[0].numel(), kept.heads.host_values if self.num_kept is None else self.num_kept
-        totals = [sum(known[first : first + each]) for first in range(0, len(known), each)]
+        heads_per_layer, host_counts = (
+            counts[0].numel(),
+            kept.heads.host_values if self.num_kept is None else self.num_kept,
+        )
+        totals = [
+            sum(host_counts[first : first + heads_per_layer]) for first in range(0, len(host_counts), heads_per_layer)
+        ]
         indices, positions = kept.indices.split(totals), kept.packed_positions.split(totals)
-        for place, member in enumerate(self.members):
-            heads = HeadCounts(counts[place], totals[place])
-            rows = slice(place * len(counts[place]), (place + 1) * len(counts[place]))
+        for layer_index, member in enumerate(self.members):
+            heads = HeadCounts(counts[layer_index], totals[layer_index])
+            rows = slice(layer_index * len(counts[layer_index]), (layer_index + 1) * len(counts[layer_index]))
             yield LayerKeepSet(
                 member.layer,
                 heads,
-                KeptIndices.of(indices[place], positions[place]),
+                KeptIndices.of(indices[layer_index], positions[layer_index]),
                 kept.entry_bytes,
                 {name: numbers[rows, :, : member.valid.shape[2]] for name, numbers in kept.state.items()},
                 bits=kept.bits,
@@ -115,7 +122,7 @@ def stacks_of(observations: Sequence[Observation], across_layers: bool) -> list[
         observations: the layers.
         across_layers: whether the method looks across layers. If not, a prompt's layers are not stacked.
     """
-    if not across_layers and not all(isinstance(each, StoredObservation) for each in observations):
+    if not across_layers and not all(isinstance(observation, StoredObservation) for observation in observations):
         return list(observations)
     return [LayerStack(group) if len(group) > 1 else group[0] for group in _alike(observations)]
 
@@ -127,12 +134,12 @@ def layers_of(observation: Observation) -> Sequence[Observation]:
 
 def unstacked(keep_set: KeepSet, observations: Sequence[Observation]) -> KeepSet:
     """Return a KeepSet with a part for every layer of the observations that a method was given."""
-    if not any(isinstance(each, LayerStack) for each in observations):
+    if not any(isinstance(observation, LayerStack) for observation in observations):
         return keep_set
     parts: list[LayerKeepSet] = []
-    for each in observations:
-        kept = keep_set.layer(each.layer_ids[0])
-        parts += each.split(kept) if isinstance(each, LayerStack) else [kept]
+    for observation in observations:
+        kept = keep_set.layer(observation.layer_ids[0])
+        parts += observation.split(kept) if isinstance(observation, LayerStack) else [kept]
     return KeepSet(parts)
 
 
@@ -145,15 +152,15 @@ def _alike(observations: Sequence[Observation]) -> Iterator[list[Observation]]:
     """Yield neighbours with heads of one size and the same columns, as many as fit the workspace."""
     group: list[Observation] = []
     kind, longest = None, 0
-    for each in observations:
-        own, entries = _kind(each), each.valid.shape[2]
+    for observation in observations:
+        new_kind, entries = _kind(observation), observation.valid.shape[2]
         width = max(longest, entries)
-        padded = (len(group) + 1) * each.valid.shape[:2].numel() * width * each.entry_bytes
-        if group and not (own == kind and padded <= _WORKSPACE):
+        padded = (len(group) + 1) * observation.valid.shape[:2].numel() * width * observation.entry_bytes
+        if group and not (new_kind == kind and padded <= _WORKSPACE):
             yield group
             group, width = [], entries
-        group.append(each)
-        kind, longest = own, width
+        group.append(observation)
+        kind, longest = new_kind, width
     yield group
 
 

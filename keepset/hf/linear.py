@@ -48,8 +48,8 @@ def matrix_of(module: object, like: Float[Tensor, "*shape"], inputs: int) -> Flo
     samples = (torch.randn(_SAMPLES, inputs, generator=draw, dtype=torch.float32).to(like.device) * size).to(like.dtype)
     basis = torch.eye(inputs, dtype=like.dtype, device=like.device)
     # `forward` leaves out hooks, which may be anybody's.
-    made = module.forward(torch.cat([torch.zeros_like(basis[:1]), samples, basis])[None])[0]
-    offset, seen, matrix = made[:1], made[1 : 1 + _SAMPLES], made[1 + _SAMPLES :]
-    matrix, seen = matrix - offset, (seen - offset).float()
-    error = torch.linalg.vector_norm(samples.float() @ matrix.float() - seen)
-    return matrix if bool(error <= _TOLERANCE * torch.linalg.vector_norm(seen)) else None
+    outputs = module.forward(torch.cat([torch.zeros_like(basis[:1]), samples, basis])[None])[0]
+    offset, sample_outputs, matrix = outputs[:1], outputs[1 : 1 + _SAMPLES], outputs[1 + _SAMPLES :]
+    matrix, sample_outputs = matrix - offset, (sample_outputs - offset).float()
+    error = torch.linalg.vector_norm(samples.float() @ matrix.float() - sample_outputs)
+    return matrix if bool(error <= _TOLERANCE * torch.linalg.vector_norm(sample_outputs)) else None

@@ -135,12 +135,12 @@ def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
 
 def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, advice: str) -> None:
     """Check that statistics or tables were made from this very model; accept older files that do not tell weights."""
-    own, compared = _own.setdefault(model, set()), (made, adapters_digest(model))
-    if compared in own:
+    checked, compared = _own.setdefault(model, set()), (made, adapters_digest(model))
+    if compared in checked:
         return
     if has_other_weights(model, sample_of(made)):
         raise KeepsetError(f"{named} are of another model of this shape, with other weights: {advice}")
-    own.add(compared)
+    checked.add(compared)
 
 
 def longest_in_cache(model: PreTrainedModel) -> int | None:
@@ -164,9 +164,13 @@ def readers_of(config: PreTrainedConfig) -> dict[int, int]:
 
     The last layers of a decoder share those of the last layer before them of their type."""
     shared, kinds = getattr(config, "num_kv_shared_layers", None) or 0, getattr(config, "layer_types", None) or []
-    own = kinds[: len(kinds) - shared]
-    readers = Counter(kinds[len(own) :])
-    return {len(own) - 1 - own[::-1].index(kind): number for kind, number in readers.items() if kind in own}
+    storing_kinds = kinds[: len(kinds) - shared]
+    readers = Counter(kinds[len(storing_kinds) :])
+    return {
+        len(storing_kinds) - 1 - storing_kinds[::-1].index(kind): number
+        for kind, number in readers.items()
+        if kind in storing_kinds
+    }
 
 
 def output_projections(up_to_event: AttentionInput) -> Float[Tensor, "query_heads value_dim hidden"]:

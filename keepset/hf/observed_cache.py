@@ -171,8 +171,8 @@ class ObservedCache(EditableCache, KnowsText):
     @property
     def nbytes_fixed(self) -> int:
         """Bytes that no recipe changes: sliding windows, and recurrent and convolution states."""
-        others = sum(nbytes_of(layer) for layer in self.layers if not isinstance(layer, LayerState))
-        return others + sum(layer.nbytes_states for layer in self.managed_layers.values())
+        unmanaged = sum(nbytes_of(layer) for layer in self.layers if not isinstance(layer, LayerState))
+        return unmanaged + sum(layer.nbytes_states for layer in self.managed_layers.values())
 
     # --- transformers' side
 
@@ -195,10 +195,10 @@ class ObservedCache(EditableCache, KnowsText):
         Raises:
             KeepsetError: the tokens do not fit the cache, or another attention implementation has run.
         """
-        requests, known = len(key_states), None if self.progress is None else len(self.progress.tokens)
-        if known not in (None, requests):
+        requests, cached_requests = len(key_states), None if self.progress is None else len(self.progress.tokens)
+        if cached_requests not in (None, requests):
             raise KeepsetError(
-                f"The cache holds {known} requests, and the input has {requests}: call "
+                f"The cache holds {cached_requests} requests, and the input has {requests}: call "
                 "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
             )
         kept = self.managed_layers.get(layer_idx)
@@ -206,8 +206,8 @@ class ObservedCache(EditableCache, KnowsText):
             self._is_changed = self._in_forward
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if kept.store is not None:
-            held, new = kept.store.heads, (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
-            if (kept.store.kv_heads, *held.sizes) != new:
+            store_heads, new = kept.store.heads, (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+            if (kept.store.kv_heads, *store_heads.sizes) != new:
                 raise KeepsetError(
                     f"What the cache holds of layer {layer_idx} does not fit the model: its heads are of another "
                     "number or size. Use the model that the cache was made with."

@@ -100,7 +100,9 @@ def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dic
     def copied(value: Any) -> Any:
         return value[requests].clone() if isinstance(value, Tensor) else value
 
-    noted = {name: {key: copied(each) for key, each in x.items()} for name, x in vars(layer).items() if type(x) is dict}
+    noted = {
+        name: {key: copied(state) for key, state in x.items()} for name, x in vars(layer).items() if type(x) is dict
+    }
     return {**noted, "device": layer.device, "dtype": layer.dtype}
 
 
@@ -109,15 +111,15 @@ def states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
 
     A convolution's input may be longer than its next step needs, while a draft may be taken back.
     """
-    held = {}
+    layer_states = {}
     for number in range(layer.number_of_states):
         inputs, recurrent = layer.conv_states[number], layer.recurrent_states[number]
         size = layer.conv_kernel_size[number]
         if inputs is not None and size is not None:
-            held[f"convolution.{number}"] = F.pad(inputs[..., -size:], (max(size - inputs.shape[-1], 0), 0))
+            layer_states[f"convolution.{number}"] = F.pad(inputs[..., -size:], (max(size - inputs.shape[-1], 0), 0))
         if recurrent is not None:
-            held[f"recurrent.{number}"] = recurrent
-    return held
+            layer_states[f"recurrent.{number}"] = recurrent
+    return layer_states
 
 
 def restore_states(layer: LinearAttentionLayer, held: Mapping[str, Tensor]) -> None:
@@ -142,9 +144,9 @@ def restore_states(layer: LinearAttentionLayer, held: Mapping[str, Tensor]) -> N
 @torch.no_grad()
 def states_of_a_token(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Return every layer's states after one token, because no configuration tells their sizes and types."""
-    own = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(torch.zeros(1, 1, dtype=torch.long, device=device_of(model)), past_key_values=own, use_cache=True)
-    return [states(layer) if isinstance(layer, LinearAttentionLayer) else {} for layer in own.layers]
+    token_cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model(torch.zeros(1, 1, dtype=torch.long, device=device_of(model)), past_key_values=token_cache, use_cache=True)
+    return [states(layer) if isinstance(layer, LinearAttentionLayer) else {} for layer in token_cache.layers]
 
 
 _forgetful: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -187,9 +189,9 @@ def _forgets(module: nn.Module, call: dict[str, Any]) -> bool:
         return module.forward(**_part(call, slice(0, 2)), cache_params=past)
 
     kinds = [(kind, getattr(layers[index], kind)) for kind in ("conv_states", "recurrent_states")]
-    held = [(kind, number) for kind, states in kinds for number, state in states.items() if state is not None]
+    state_keys = [(kind, number) for kind, states in kinds for number, state in states.items() if state is not None]
     expected = outputs()
-    return any(torch.equal(expected, outputs(kind, number)) for kind, number in held)
+    return any(torch.equal(expected, outputs(kind, number)) for kind, number in state_keys)
 
 
 def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
@@ -265,8 +267,8 @@ def one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "batc
         setattr(copied, name, alone(part))
     if getattr(layer, "is_sliding", False) and layer.is_initialized:
         if valid is not None:
-            own = valid[request, valid.shape[1] - layer.keys.shape[2] :]
-            copied.keys, copied.values = copied.keys[:, :, own], copied.values[:, :, own]
+            layer_valid = valid[request, valid.shape[1] - layer.keys.shape[2] :]
+            copied.keys, copied.values = copied.keys[:, :, layer_valid], copied.values[:, :, layer_valid]
         if copied.keys.shape[2] != min(length, layer.sliding_window - 1):
             raise KeepsetError(
                 "A second pass of a model with sliding windows needs its padding at the left, and only there."

@@ -49,14 +49,14 @@ class KnownTokens(ABC):
 
     def check(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None, logical: int) -> None:
         """Refuse an input that begins with other tokens."""
-        other = self.first_other(ids, real)
-        if other is not None and other < self.given:
+        mismatch = self.first_other(ids, real)
+        if mismatch is not None and mismatch < self.given:
             raise KeepsetError(
                 f"The cache holds {logical} tokens, and the input begins with others: make a new "
                 "keepset.Cache for each text, or ask several questions about one text on forks of its cache "
                 "(cache.fork())."
             )
-        if other is not None:
+        if mismatch is not None:
             warnings.warn(
                 "The input has other tokens than the cache in the place of those that were generated before, and the "
                 "cache keeps its own: add new tokens to the ids that generate has returned, or use a cache.fork() made "
@@ -78,11 +78,11 @@ class ToldTokens(KnownTokens):
 
     def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
         n = min(self.ids.shape[1], ids.shape[1])
-        others = self.ids[:, :n] != ids[:, :n].to(self.ids.device)
+        differs = self.ids[:, :n] != ids[:, :n].to(self.ids.device)
         if real is not None:
-            others &= real[:, :n].to(others.device)
-        places = others.any(0).nonzero()
-        return int(places[0]) if len(places) else None
+            differs &= real[:, :n].to(differs.device)
+        token_indices = differs.any(0).nonzero()
+        return int(token_indices[0]) if len(token_indices) else None
 
     def first(self, length: int) -> ToldTokens:
         return replace(self, ids=self.ids[:, :length], given=min(self.given, length))
@@ -207,7 +207,7 @@ class _Settings(NamedTuple):
 def _present(ids: Any, kwargs: Mapping[str, Any]) -> int:
     """Return how many tokens a text has, what a cache holds of it included."""
     inputs = (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
-    return max((each.shape[1] for each in inputs if isinstance(each, Tensor) and each.ndim > 1), default=0)
+    return max((tensor.shape[1] for tensor in inputs if isinstance(tensor, Tensor) and tensor.ndim > 1), default=0)
 
 
 def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
@@ -321,8 +321,8 @@ class Progress:
         self.known = None if self.known is None else self.known.first(self.logical)
         if self.images is not None:
             self.images = tuple(
-                tuple((first, min(end, length)) for first, end in own if first < length)
-                for own, length in zip(self.images, self.tokens, strict=True)
+                tuple((first, min(end, length)) for first, end in row_images if first < length)
+                for row_images, length in zip(self.images, self.tokens, strict=True)
             )
         return real
 

@@ -202,8 +202,8 @@ class Collector:
 def _entry_rows(new: AttentionInput, store: EntryStore | None) -> RequestKeys:
     """Return every request's keys without holes, and which of a chunk's queries are real."""
     keys, counts = (new.key, new.counts) if store is None else (store.keys, store.counts[:: store.kv_heads])
-    own: Sequence[Tensor | slice] = new.real_indices or [slice(None)] * len(keys)
-    return [(row[:, :count], real) for row, count, real in zip(keys, counts, own, strict=True)]
+    real_indices: Sequence[Tensor | slice] = new.real_indices or [slice(None)] * len(keys)
+    return [(row[:, :count], real) for row, count, real in zip(keys, counts, real_indices, strict=True)]
 
 
 class QueryRecorder:

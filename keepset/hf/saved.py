@@ -121,7 +121,7 @@ def save(
         tensors["seen"] = progress.valid
     if progress.has_images:
         assert progress.images is not None
-        images = [[row, *each] for row, own in enumerate(progress.images) for each in own]
+        images = [[row, *image] for row, row_images in enumerate(progress.images) for image in row_images]
         tensors["images"] = torch.tensor(images, dtype=torch.long)
     if isinstance(offsets := cache.position_offsets, Tensor) and bool(offsets.any()):
         tensors["offsets"] = offsets
@@ -183,8 +183,8 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     next_event = numbers.pop("next_event")
     tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
     on_device: dict[str, Any] = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
-    known = SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
-    progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=known, images=images)
+    saved_text = SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
+    progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=saved_text, images=images)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
     return Saved(path, recipe, progress, newest, next_event, offsets, layers, frozenset({adapters_digest(model)}))
 
@@ -213,30 +213,30 @@ def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
             columns = (tensors.get(f"columns.{name}") for name in ("keys", "values", "key_scale", "value_scale"))
             entry_bytes = sum(column[:1].nbytes for column in columns if column is not None)
             positions = tensors["kept.positions"]
-            places, heads = KeptIndices.of(positions, positions), HeadCounts(tensors["kept.counts"])
-            kept.append(LayerKeepSet(index, heads, places, entry_bytes))
+            kept_indices, heads = KeptIndices.of(positions, positions), HeadCounts(tensors["kept.counts"])
+            kept.append(LayerKeepSet(index, heads, kept_indices, entry_bytes))
     return KeepSet(kept) if kept else None
 
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
     """Return all that a layer of a cache holds."""
-    held: dict[str, Tensor] = {}
+    layer_tensors: dict[str, Tensor] = {}
     if isinstance(layer, LinearAttentionLayer):
-        held = {f"{STATE}{name}": state for name, state in states(layer).items()}
+        layer_tensors = {f"{STATE}{name}": state for name, state in states(layer).items()}
         if type(layer) is LinearAttentionLayer:
-            return held
+            return layer_tensors
     if isinstance(layer, LayerState):
         assert layer.store is not None
-        held |= {f"columns.{name}": column for name, column in layer.store.packed.items()}
+        layer_tensors |= {f"columns.{name}": column for name, column in layer.store.packed.items()}
         if (recorder := layer.collector.recorder) is not None:
-            held |= {f"passing.{name}": tensor for name, tensor in recorder.tensors.items()}
+            layer_tensors |= {f"passing.{name}": tensor for name, tensor in recorder.tensors.items()}
         counts = torch.tensor(layer.store.counts, dtype=torch.long)
-        return held | {"counts": counts.view(layer.store.batch, layer.store.kv_heads)}
+        return layer_tensors | {"counts": counts.view(layer.store.batch, layer.store.kv_heads)}
     windows = DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
     if type(layer) in windows and layer.keys is not None and layer.values is not None:
         # Tokens before the window are held only while a draft may be taken back.
         first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
-        return held | {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
+        return layer_tensors | {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
     raise UnsupportedModelError(
         f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those of keys "
         "and values, sliding windows and recurrent states: this context cannot be saved."
@@ -245,17 +245,17 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 
 def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     """Restore the tensors of one cache layer in an empty one; raise ValueError if they are of another kind."""
-    given = {
+    presence = {
         "counts": isinstance(layer, LayerState),
         "keys": isinstance(layer, DynamicSlidingWindowLayer) and not isinstance(layer, LayerState),
     }
-    if any((name in tensors) != expected for name, expected in given.items()):
+    if any((name in tensors) != expected for name, expected in presence.items()):
         raise ValueError
-    held = below(STATE, tensors)
-    if held and not isinstance(layer, LinearAttentionLayer):
+    layer_states = below(STATE, tensors)
+    if layer_states and not isinstance(layer, LinearAttentionLayer):
         raise ValueError
     if isinstance(layer, LinearAttentionLayer):
-        restore_states(layer, held)
+        restore_states(layer, layer_states)
     if isinstance(layer, LayerState):
         layer.store, layer.logical = layer.store_type.of(below("columns.", tensors), tensors["counts"]), logical
         if (recorder := layer.collector.recorder) is not None:
@@ -272,13 +272,13 @@ def _with_states(layers: Sequence[Mapping[str, Tensor]], model: PreTrainedModel)
     Raises:
         ValueError: states are of other sizes than the model's.
     """
-    held = [below(STATE, layer) for layer in layers]
-    own = own_layers(model.config.get_text_config(decoder=True), type(model).__name__)
-    if not any(held) and not any(isinstance(layer, LinearAttentionLayer) for layer in own):
+    layer_states = [below(STATE, layer) for layer in layers]
+    model_layers = own_layers(model.config.get_text_config(decoder=True), type(model).__name__)
+    if not any(layer_states) and not any(isinstance(layer, LinearAttentionLayer) for layer in model_layers):
         return [dict(layer) for layer in layers]
     models = states_of_a_token(model)
-    schema.check_states(held, models)
+    schema.check_states(layer_states, models)
     return [
         {**layer, **{f"{STATE}{name}": state.to(like[name].dtype) for name, state in own_states.items()}}
-        for layer, own_states, like in zip(layers, held, models, strict=True)
+        for layer, own_states, like in zip(layers, layer_states, models, strict=True)
     ]

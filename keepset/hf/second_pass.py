@@ -126,15 +126,15 @@ class SecondPasses(ModelHooks):
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=ids.device)
         for request in range(batch):
             real = slice(None) if valid is None else valid[request]
-            own, axes = ids[request][real], None if prompt.axes is None else prompt.axes[:, request][:, real]
-            if not len(own):
+            request_ids, axes = ids[request][real], None if prompt.axes is None else prompt.axes[:, request][:, real]
+            if not len(request_ids):
                 raise KeepsetError(
                     f"Request {request} has nothing but padding within the prompt, and a second pass needs a token of "
                     "every request: give a larger prompt_length."
                 )
-            tasks = [task[request // (batch // len(task))].to(own.device) for task in self._tasks]
-            parts = self._passes(kind, own, axes, tasks)
-            for index, statistics in self._run_request(prompt, request, len(own), parts, names).items():
+            tasks = [task[request // (batch // len(task))].to(request_ids.device) for task in self._tasks]
+            parts = self._passes(kind, request_ids, axes, tasks)
+            for index, statistics in self._run_request(prompt, request, len(request_ids), parts, names).items():
                 received[index].append(statistics)
             tokens[request] = sum(len(part.tokens) for part in parts)
             opening[request] = parts[0].about.start if parts[0].about else 0
@@ -155,19 +155,19 @@ class SecondPasses(ModelHooks):
             kind = _HybridEntries if isinstance(layers[i], HybridLayerState) else _Entries
             caches[i] = kind(entries, request, length, names)
             caches[i].readers, caches[i].layer = layers[i].readers, i if layers[i].store_type is LatentStore else None
-        rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
-        states = any(isinstance(each, _HybridEntries) for each in caches.values())
+        other_layers = {i: layer for i, layer in enumerate(layers) if i not in caches}
+        states = any(isinstance(entry_cache, _HybridEntries) for entry_cache in caches.values())
         # Layers that are not keepset's would let one part see another.
-        for together in _calls(parts, 1 if rest or states else _TOGETHER):
-            for i, each in caches.items():
-                each.pieces = [PackedSequence(len(part.tokens), part.about) for part in together]
-                if isinstance(each, _HybridEntries):
-                    vars(each).update(states_of(layers[i], slice(request, request + 1)))
-            copies = {i: one_request(layer, request, length, prompt.valid) for i, layer in rest.items()}
+        for together in _calls(parts, 1 if other_layers or states else _TOGETHER):
+            for i, entry_cache in caches.items():
+                entry_cache.pieces = [PackedSequence(len(part.tokens), part.about) for part in together]
+                if isinstance(entry_cache, _HybridEntries):
+                    vars(entry_cache).update(states_of(layers[i], slice(request, request + 1)))
+            copies = {i: one_request(layer, request, length, prompt.valid) for i, layer in other_layers.items()}
             of_layers = [(caches | copies)[i] for i in range(len(layers))]
             with resumed(prompt.autocast):
                 self._call(together, length, prompt.first[request], of_layers)
-        return {i: each.received for i, each in caches.items()}
+        return {i: entry_cache.received for i, entry_cache in caches.items()}
 
     def _tokens(self, length: int) -> Shaped[Tensor, "batch tokens *hidden"]:
         """Return the prompt's token ids, or embeddings, of this length."""
@@ -214,7 +214,7 @@ class SecondPasses(ModelHooks):
             if tasks or axes is None:
                 return [Part(part) for part in tasks or own.split(kind.chunk or len(own))]
             chunks = zip(own.split(kind.chunk or len(own)), axes.split(kind.chunk or len(own), 1), strict=True)
-            return [Part(part, positions=places - places.min()) for part, places in chunks]
+            return [Part(part, positions=token_positions - token_positions.min()) for part, token_positions in chunks]
         if own.ndim > 1:
             raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
         return [Part(tokens, about) for tokens, about in self._repeat.passes(own, kind.chunk)]
@@ -272,7 +272,7 @@ def _calls(parts: list[Part], most: int) -> list[list[Part]]:
     """Return parts in groups that run together: at most `most` tokens, or one part."""
     calls: list[list[Part]] = []
     for part in parts:
-        if calls and sum(len(each.tokens) for each in [*calls[-1], part]) <= most:
+        if calls and sum(len(packed_part.tokens) for packed_part in [*calls[-1], part]) <= most:
             calls[-1].append(part)
         else:
             calls.append([part])
@@ -314,8 +314,8 @@ class Repeat:
         """Return the words in the tokens of the tokenizer beside a model."""
         name = model.config.name_or_path or ""
         words = _words(name)
-        known = getattr(model.get_input_embeddings(), "num_embeddings", None)
-        if known is not None and max(words.whole + words.part + words.turn) >= known:
+        vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        if vocabulary is not None and max(words.whole + words.part + words.turn) >= vocabulary:
             raise KeepsetError(
                 f"The tokenizer of {name!r} has tokens that the model does not know: give the model its own."
             )
@@ -332,10 +332,13 @@ class Repeat:
         whole, part, turn = (prompt.new_tensor(words) for words in (self.whole, self.part, self.turn))
         before = prompt[:0]
         start = prefix
-        for own in prompt[prefix:].split(chunk or len(prompt)):
+        for chunk_tokens in prompt[prefix:].split(chunk or len(prompt)):
             words = [part, before] if start > prefix else [whole]
-            yield torch.cat([*words, turn, own]), SoftmaxScope(prefix or min(_SINKS, start), start, start + len(own))
-            before, start = own[-_REMINDER:], start + len(own)
+            yield (
+                torch.cat([*words, turn, chunk_tokens]),
+                SoftmaxScope(prefix or min(_SINKS, start), start, start + len(chunk_tokens)),
+            )
+            before, start = chunk_tokens[-_REMINDER:], start + len(chunk_tokens)
 
 
 @cache
@@ -381,15 +384,20 @@ class _Entries(LogicalLayer):
 
     def _attend(self, new: AttentionInput) -> Tensor:
         new.convert(self._entries[0].dtype)
-        own = new.key[0], new.value[0]
-        output, sums = second_pass_attention(new.query[0], self._entries, own, new.softmax, self._names, self.pieces)
+        new_entries = new.key[0], new.value[0]
+        output, sums = second_pass_attention(
+            new.query[0], self._entries, new_entries, new.softmax, self._names, self.pieces
+        )
         self._sums.append(sums)
         if len(self._sums) <= self.readers:
             set_pending_attention(self._attend, new.key, new.value)
             return output.transpose(0, 1)[None].contiguous()
         everybody, self._sums = self._sums, []
         if self.readers:
-            sums = {name: by_group([each[name] for each in everybody], new.key.shape[1], 0) for name in self._names}
+            sums = {
+                name: by_group([head_sums[name] for head_sums in everybody], new.key.shape[1], 0)
+                for name in self._names
+            }
         self.received = {
             name: name.merge(self.received[name], sums[name]) if self.received else sums[name] for name in self._names
         }
@@ -407,9 +415,9 @@ class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]
 def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"]:
     if not isinstance(task, Tensor) or task.ndim != 2 or not task.numel() or task.is_floating_point():
         raise KeepsetError("task_tokens is no tensor of token ids [batch, tokens], nor a list of such: give one.")
-    known = getattr(model.get_input_embeddings(), "num_embeddings", int(task.max()) + 1)
-    if int(task.min()) < 0 or int(task.max()) >= known:
-        raise KeepsetError(f"task_tokens has ids that the model does not know: use those from 0 to {known - 1}.")
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", int(task.max()) + 1)
+    if int(task.min()) < 0 or int(task.max()) >= vocabulary:
+        raise KeepsetError(f"task_tokens has ids that the model does not know: use those from 0 to {vocabulary - 1}.")
     return task
 
 

@@ -79,9 +79,9 @@ class EntryStore:
             return type(self).pack({**views, **others}, indices, heads)
         packed = type(self).pack(others, indices, heads)
         starts = upload(_starts(self._runs), indices.device)
-        places = torch.repeat_interleave(starts, heads.device_values.flatten(), output_size=len(indices)) + indices
+        row_indices = torch.repeat_interleave(starts, heads.device_values.flatten(), output_size=len(indices)) + indices
         as_one_head = {name: flat[None, None] for name, flat in stored.items()}
-        packed._columns |= pack_entries(as_one_head, places, upload([[len(indices)]], indices.device))
+        packed._columns |= pack_entries(as_one_head, row_indices, upload([[len(indices)]], indices.device))
         return packed
 
     @classmethod
@@ -96,8 +96,8 @@ class EntryStore:
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
         """Return a store of columns without free places."""
         batch, kv_heads = counts.shape
-        own, residual = split_residual(columns)
-        store = cls(batch, kv_heads, own, lambda: counts.flatten().tolist())
+        store_columns, residual = split_residual(columns)
+        store = cls(batch, kv_heads, store_columns, lambda: counts.flatten().tolist())
         if residual:
             store.residual = cls.of(residual, residual.pop("counts"))
         return store
@@ -143,12 +143,12 @@ class EntryStore:
 
         If there is a residual, its columns and the `counts` of its heads are included.
         """
-        own = self._packed_again()._columns if self._free else self._columns
+        columns = self._packed_again()._columns if self._free else self._columns
         if self.residual is None:
-            return own
+            return columns
         counts = torch.tensor(self.residual.counts, dtype=torch.long).view(self.batch, self.kv_heads)
         residual = {**self.residual.packed, "counts": counts}
-        return own | {RESIDUAL + name: column for name, column in residual.items()}
+        return columns | {RESIDUAL + name: column for name, column in residual.items()}
 
     @property
     def nbytes(self) -> int:
@@ -247,8 +247,8 @@ class EntryStore:
             new[name], new[SCALES[name]] = self._format.quantize(rows, scale.dtype)
             lost.append(rows - self._format.dequantize(new[name], new[SCALES[name]]))
         columns = {name: self._rectangle(flat) for name, flat in self._columns.items()}
-        others = {name: column for name, column in columns.items() if name not in new}
-        new |= {name: column.new_zeros(*shape, *column.shape[3:]) for name, column in others.items()}
+        missing = {name: column for name, column in columns.items() if name not in new}
+        new |= {name: column.new_zeros(*shape, *column.shape[3:]) for name, column in missing.items()}
         joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
         before = torch.arange(columns["keys"].shape[2], device=keys.device)
         heads = [(before[:count], real[head // self.kv_heads]) for head, count in enumerate(self.counts)]
@@ -327,23 +327,25 @@ class EntryStore:
         if isinstance(index, slice):
             if self._format is None:
                 return self.keys[:, :, index], self.values[:, :, index]
-            places = torch.arange(self._longest, device=self._columns["positions"].device)[index]
-            index = places.expand(self.batch, self.kv_heads, -1)
+            entry_indices = torch.arange(self._longest, device=self._columns["positions"].device)[index]
+            index = entry_indices.expand(self.batch, self.kv_heads, -1)
         rows = self._take(index)
         if self._format is None:
             return self.read(rows["keys"], rows["values"])
         if self.residual is not None and self.residual.entries:
             before = upload(self.counts, index.device) - upload(self.residual.counts, index.device)
-            place = index - before.view(self.batch, self.kv_heads, 1)
-            for name, residual in self.residual._take(place.clamp(min=0)).items():
-                rows[name] += residual.masked_fill_(place[..., None] < 0, 0.0)
+            residual_index = index - before.view(self.batch, self.kv_heads, 1)
+            for name, residual in self.residual._take(residual_index.clamp(min=0)).items():
+                rows[name] += residual.masked_fill_(residual_index[..., None] < 0, 0.0)
         return self.read(*(self._format.unmix(rows[name]) for name in SCALES))
 
     def _take(self, index: Int[Tensor, "batch kv_heads n"]) -> dict[str, Float[Tensor, "batch kv_heads n size"]]:
         """Return the keys and values of some entries of each head, mixed and without the residual."""
         starts = upload(_starts(self._runs), index.device).view(self.batch, self.kv_heads, 1)
-        places = (starts + index).flatten().clamp(max=len(self._columns["positions"]) - 1)
-        taken = {name: flat.index_select(0, places).unflatten(0, index.shape) for name, flat in self._stored.items()}
+        row_indices = (starts + index).flatten().clamp(max=len(self._columns["positions"]) - 1)
+        taken = {
+            name: flat.index_select(0, row_indices).unflatten(0, index.shape) for name, flat in self._stored.items()
+        }
         if self._format is None:
             return taken
         return {name: self._format.dequantize(taken[name], taken[scale]) for name, scale in SCALES.items()}
@@ -404,8 +406,8 @@ class EntryStore:
         """Drop the newest entries of every head, a given number for each request."""
         if self.residual is not None:
             self._moved()
-            held = self.residual.counts[:: self.kv_heads]
-            self.residual.crop([min(pair) for pair in zip(held, removed, strict=True)])
+            residual_counts = self.residual.counts[:: self.kv_heads]
+            self.residual.crop([min(pair) for pair in zip(residual_counts, removed, strict=True)])
         if len(set(removed)) == 1:
             for run in self._runs:
                 run.count -= removed[0]

@@ -82,8 +82,8 @@ class _PromptQueries(Accumulator):
         assert chunk.source is not None
         self._newest, rows = chunk, chunk.source.undo(chunk.queries, chunk.positions)
         # By position, so that neither chunks nor padding change which queries count; the first token's always does.
-        asked = [row[:, chunk.every(self._feature.stride, request)] for request, row in enumerate(rows)]
-        self._queries = [*self._queries, asked]
+        strided = [row[:, chunk.every(self._feature.stride, request)] for request, row in enumerate(rows)]
+        self._queries = [*self._queries, strided]
 
     def merged_with(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
         copied = copy.copy(self)
@@ -92,7 +92,11 @@ class _PromptQueries(Accumulator):
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         parts = zip((self, *self._others), lengths.tensor_split(1 + len(self._others)), strict=True)
-        return {self._feature: widened([column for part, own in parts for column in part._columns(own)], width)}
+        return {
+            self._feature: widened(
+                [column for part, part_queries in parts for column in part._columns(part_queries)], width
+            )
+        }
 
     def _columns(self, lengths: Int[Tensor, " batch"]) -> list[Tensor]:
         """Return the columns of each request."""
@@ -102,8 +106,8 @@ class _PromptQueries(Accumulator):
         queries = [torch.cat(list(rows), 1).transpose(0, 1) for rows in zip(*self._queries, strict=True)]
         turned = turn(pad_sequence(queries, batch_first=True).transpose(1, 2))
         return [
-            mean_square_attention(rows[:, : len(own)], keys, newest.softmax)
-            for rows, own, (keys, _) in zip(turned, queries, entries, strict=True)
+            mean_square_attention(rows[:, : len(row_queries)], keys, newest.softmax)
+            for rows, row_queries, (keys, _) in zip(turned, queries, entries, strict=True)
         ]
 
 

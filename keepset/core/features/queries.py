@@ -38,7 +38,7 @@ class PaddedQueries(NamedTuple):
     @property
     def rows(self) -> list[Rows]:
         """Return each request's queries, without padding."""
-        return [row[:, own] for row, own in zip(self.queries, self.exists, strict=True)]
+        return [row[:, row_exists] for row, row_exists in zip(self.queries, self.exists, strict=True)]
 
 
 class Reference(NamedTuple):
@@ -49,12 +49,16 @@ class Reference(NamedTuple):
 
     def at_most(self, spread: int, newest: int) -> PaddedQueries:
         """Return the queries of a request for at most so many of each kind."""
-        some, last = self
-        if some.queries.shape[2] > spread:
-            some = PaddedQueries.padded([row[:, :: _stride(row.shape[1], spread)] for row in some.rows])
+        spread_queries, last = self
+        if spread_queries.queries.shape[2] > spread:
+            spread_queries = PaddedQueries.padded(
+                [row[:, :: _stride(row.shape[1], spread)] for row in spread_queries.rows]
+            )
         if last.queries.shape[2] > newest:
             last = PaddedQueries.padded([_last(row, newest) for row in last.rows])
-        return PaddedQueries(torch.cat([some.queries, last.queries], 2), torch.cat([some.exists, last.exists], 1))
+        return PaddedQueries(
+            torch.cat([spread_queries.queries, last.queries], 2), torch.cat([spread_queries.exists, last.exists], 1)
+        )
 
 
 def _stride(rows: int, most: int) -> int:
@@ -82,10 +86,10 @@ class _Row:
 
     def extended(self, new: Rows, most: int, most_newest: int) -> _Row:
         """Return the row with the request's next queries."""
-        some = torch.cat([self.spread, new[:, -self.tokens % self.stride :: self.stride]], 1)
-        step = _stride(some.shape[1], most)
+        candidates = torch.cat([self.spread, new[:, -self.tokens % self.stride :: self.stride]], 1)
+        step = _stride(candidates.shape[1], most)
         last = _last(torch.cat([self.newest, _last(new, most_newest)], 1), most_newest)
-        spread = some[:, ::step].clone() if step > 1 else some
+        spread = candidates[:, ::step].clone() if step > 1 else candidates
         return _Row(spread, last.clone(), self.stride * step, self.tokens + new.shape[1])
 
 
