@@ -28,8 +28,8 @@ def dequantized(columns: Mapping[str, Tensor], counts: Int[Tensor, "batch kv_hea
         columns: `[entries, ...]` each, perhaps in few bits and with a residual.
         counts: number of entries of each head.
     """
-    own, errors = split_residual(columns)
+    entry_columns, errors = split_residual(columns)
     residual = PackedHeads.of(errors, runs_of(errors["counts"].flatten().tolist()), None) if errors else None
-    whole = PackedHeads.of(own, runs_of(counts.flatten().tolist()), residual).whole()
-    left = {name: column for name, column in own.items() if name not in STORED}
+    whole = PackedHeads.of(entry_columns, runs_of(counts.flatten().tolist()), residual).whole()
+    left = {name: column for name, column in entry_columns.items() if name not in STORED}
     return {**left, "keys": whole.keys, "values": whole.values}

@@ -178,7 +178,9 @@ def contents(path: Path) -> Contents:
             for layer in range(metadata["layers"])
             if f"{LAYER}{layer}.counts" in file
         }
-        columns = {name.split(".columns.", 1)[1]: each for name, each in file.layout.items() if ".columns." in name}
+        columns = {
+            name.split(".columns.", 1)[1]: location for name, location in file.layout.items() if ".columns." in name
+        }
         return Contents(
             reader.header,
             digest=metadata["digest"],
@@ -192,7 +194,7 @@ def contents(path: Path) -> Contents:
             opening=metadata.get("opening", []),
             joint=metadata.get("joint", []),
             columns={name for name in columns if not name.startswith(RESIDUAL)},
-            sizes={_size(each) for name, each in columns.items() if name in ("keys", "values")},
+            sizes={_size(location) for name, location in columns.items() if name in ("keys", "values")},
             counts=counts,
             layers=metadata["layers"],
             states=any(f".{STATE}" in name for name in file.layout),

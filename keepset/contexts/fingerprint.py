@@ -69,9 +69,9 @@ def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype, quanti
     """
     rotation = getattr(config, "rope_parameters", None) or {}
     settings = quantization if isinstance(quantization, Mapping) else getattr(quantization, "to_dict", dict)()
-    known = {name: settings[name] for name in _QUANTIZATION if settings.get(name)}
+    stored = {name: settings[name] for name in _QUANTIZATION if settings.get(name)}
     return {
-        **({"quantization": json.dumps(known, sort_keys=True, default=str)} if known else {}),
+        **({"quantization": json.dumps(stored, sort_keys=True, default=str)} if stored else {}),
         "architecture": architecture,
         "number of layers": str(config.num_hidden_layers),
         "hidden size": str(config.hidden_size),
@@ -81,19 +81,19 @@ def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype, quanti
     }
 
 
-def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
+def difference(saved: Mapping[str, Any], ours: Mapping[str, str]) -> str:
     """Return how two fingerprints differ, as the end of a sentence; "" if they do not.
 
     Only the first difference is given: facts that depend on it, such as the weights, differ too. Weights may be unknown
     here.
     """
-    for name in {**ours, **theirs}:
-        there, here = theirs.get(name, "unknown"), ours.get(name, "none")
-        if there != here and (name in ours or name != "weights"):
+    for name in {**ours, **saved}:
+        saved_value, served_value = saved.get(name, "unknown"), ours.get(name, "none")
+        if saved_value != served_value and (name in ours or name != "weights"):
             if name in ("weights", CHANGED, _ADAPTERS):
                 return f"{_ADAPTERS if name == _ADAPTERS else 'weights'} differ"
             # A damaged file may say anything: escaped, it breaks no line and controls no terminal.
-            return f"{name} differs: {str(there).encode('unicode_escape').decode()} there, {here} here"
+            return f"{name} differs: {str(saved_value).encode('unicode_escape').decode()} there, {served_value} here"
     return ""
 
 
@@ -109,10 +109,10 @@ def sample(model: PreTrainedModel) -> dict[str, Any]:
     return {**numbers, **({_ADAPTERS: adapters} if adapters else {})}
 
 
-def sample_of(made: Statistics | Tables) -> Mapping[str, Any]:
+def sample_of(source: Statistics | Tables) -> Mapping[str, Any]:
     """Return the sample of the model that statistics or tables were made of; empty if they have none."""
-    known = made.provenance.get("model")
-    return known.get("sample", {}) if isinstance(known, Mapping) else {}
+    model = source.provenance.get("model")
+    return model.get("sample", {}) if isinstance(model, Mapping) else {}
 
 
 def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> bool:
@@ -134,8 +134,8 @@ def stores_other_weights(folder: Path, sampled: Mapping[str, Any]) -> bool:
 
 def _differ(sampled: Mapping[str, Any], weights: Mapping[str, Tensor]) -> bool:
     pairs = [(torch.tensor(sampled[name], dtype=torch.float32), _few(weight)) for name, weight in weights.items()]
-    alike = [x.shape == y.shape and torch.allclose(x, y, rtol=_PRECISION, atol=_TINY) for x, y in pairs]
-    return not (alike and all(alike))
+    matches = [x.shape == y.shape and torch.allclose(x, y, rtol=_PRECISION, atol=_TINY) for x, y in pairs]
+    return not (matches and all(matches))
 
 
 def _readable(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -158,11 +158,11 @@ def _slices(folder: Path) -> dict[str, Any]:
     return {name: file.get_slice(name) for file in files for name in sorted(file.keys())}
 
 
-def _stored_numbers(stored: Any, places: Iterable[int]) -> Tensor:
+def _stored_numbers(stored: Any, indices: Iterable[int]) -> Tensor:
     if prod(stored.get_shape()) < 2:  # which may have no axis to take a part of
         return stored[...].flatten()
     row = max(prod(stored.get_shape()[1:]), 1)
-    return torch.stack([stored[place // row : place // row + 1].flatten()[place % row] for place in places])
+    return torch.stack([stored[index // row : index // row + 1].flatten()[index % row] for index in indices])
 
 
 def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> str | None:

@@ -58,20 +58,20 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
     if "offsets" in layout:
         _require(_of(layout, "offsets", torch.int64) == (requests, 1))
     layers: dict[int, dict[str, TensorLocation]] = defaultdict(dict)
-    for name, each in layout.items():
+    for name, location in layout.items():
         if match := re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name):
-            layers[int(match[1])][match[2]] = each
+            layers[int(match[1])][match[2]] = location
         else:
             _require(name in ("lengths", "prompts", "seen", "images", "offsets"))
     # Some layers of hybrids, such as experts, hold nothing.
     _require(max(layers, default=-1) < metadata["layers"] <= _MAX_LAYERS)
     for tensors in layers.values():
         _check_states(below(STATE, tensors), requests)
-        others = {name: each for name, each in tensors.items() if not name.startswith(STATE)}
-        if "counts" in others:
-            _check_kept(others, requests, metadata["event"] is not None)
-        elif others:
-            _check_window(others, requests)
+        kept_tensors = {name: location for name, location in tensors.items() if not name.startswith(STATE)}
+        if "counts" in kept_tensors:
+            _check_kept(kept_tensors, requests, metadata["event"] is not None)
+        elif kept_tensors:
+            _check_window(kept_tensors, requests)
 
 
 def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocation], recipe: Recipe) -> None:
@@ -85,7 +85,7 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
     # Before the first event a method remembers nothing.
     required = {*_ENTRIES, *method.traits.state_names} if goes_on and metadata["event"] is not None else _ENTRIES
     layers: defaultdict[str, set[str]] = defaultdict(set)
-    for name, each in layout.items():
+    for name, location in layout.items():
         if match := re.fullmatch(rf"({LAYER}\d+\.)columns\.(.+)", name):
             column = match[2]
             if column.startswith(RESIDUAL):
@@ -93,7 +93,7 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
             _require(column in allowed)
             # A layer that holds more entries than others lets more queries wait before it sums them.
             layers[match[1]] |= {column} - sums.keys()
-            _require(len(each.shape) == 1 or column in ("keys", "values") or column in sums)
+            _require(len(location.shape) == 1 or column in ("keys", "values") or column in sums)
         elif re.fullmatch(rf"{LAYER}\d+\.counts", name):
             _require(all(name.replace("counts", f"columns.{column}") in layout for column in required))
     _require(len(set(map(frozenset, layers.values()))) < 2)
@@ -150,8 +150,8 @@ def check_layer(layer: Mapping[str, Tensor], lengths: Int[Tensor, " requests"], 
 def check_states(layers: Sequence[Mapping[str, Tensor]], models: Sequence[Mapping[str, Tensor]]) -> None:
     """Check that every layer has the model's states of one request, with the model's sizes."""
     _require(len(layers) == len(models))
-    for held, own in zip(layers, models, strict=True):
-        _require(held.keys() == own.keys() and all(held[name].shape[1:] == own[name].shape[1:] for name in held))
+    for layer, model in zip(layers, models, strict=True):
+        _require(layer.keys() == model.keys() and all(layer[name].shape[1:] == model[name].shape[1:] for name in layer))
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
     for name in ("fingerprint", "tensors"):
         texts = metadata[name]
         _require(isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()))
-    _require(all(_DIGEST.fullmatch(each) for each in [metadata["digest"], *metadata["tensors"].values()]))
+    _require(all(_DIGEST.fullmatch(digest) for digest in [metadata["digest"], *metadata["tensors"].values()]))
     progress = metadata["progress"]
     _require(isinstance(progress, dict))
     _require(progress.keys() == {"logical", "prompt", "compressed_at", "next_event"})
@@ -184,39 +184,41 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
     _require(rows == requests and heads > 0)
     columns = below("columns.", tensors)
     residual = below(RESIDUAL, columns)
-    columns = {name: each for name, each in columns.items() if not name.startswith(RESIDUAL)}
+    columns = {name: location for name, location in columns.items() if not name.startswith(RESIDUAL)}
     _check_columns(columns)
     keys = columns["keys"]
     format = format_of(keys.dtype)
     if residual:
         _require(format is not None and format.refined)
         _require(_of(residual, "counts", torch.int64) == (requests, heads))
-        residual = {name: each for name, each in residual.items() if name != "counts"}
+        residual = {name: location for name, location in residual.items() if name != "counts"}
         _check_columns(residual)
         _require(residual.keys() == _ENTRIES | _SCALES)
-        for name, each in residual.items():
-            _require((each.dtype, each.shape[1:]) == (columns[name].dtype, columns[name].shape[1:]))
-    others = {name for name in tensors if not name.startswith("columns.")} - {"counts"}
+        for name, location in residual.items():
+            _require((location.dtype, location.shape[1:]) == (columns[name].dtype, columns[name].shape[1:]))
+    extra_names = {name for name in tensors if not name.startswith("columns.")} - {"counts"}
     kept = {"kept.positions", "kept.counts"}
-    if others & kept:
-        _require(kept <= others and event and len(_of(tensors, "kept.counts", torch.int64)) == 2)
+    if extra_names & kept:
+        _require(kept <= extra_names and event and len(_of(tensors, "kept.counts", torch.int64)) == 2)
         _require(len(_of(tensors, "kept.positions", torch.int32)) == 1)
-    for name in others - kept:
+    for name in extra_names - kept:
         _require(name.startswith("passing.") and _RECORDER_TENSORS.fullmatch(name.removeprefix("passing.")))
-    key, value = (format.size(each.shape[1]) if format else each.shape[1] for each in (keys, columns["values"]))
+    key, value = (
+        format.size(location.shape[1]) if format else location.shape[1] for location in (keys, columns["values"])
+    )
     sizes = {key, key + value} if heads == 1 else {key}  # queries attend to both parts of latents
     _check_recorder(below("passing.", tensors), requests, heads, sizes)
 
 
 def _check_columns(columns: Mapping[str, TensorLocation]) -> None:
     """Check the types and shapes of a store's columns."""
-    _require(columns.keys() >= _ENTRIES and len({each.shape[0] for each in columns.values()}) == 1)
+    _require(columns.keys() >= _ENTRIES and len({location.shape[0] for location in columns.values()}) == 1)
     keys, values = columns["keys"], columns["values"]
     _require(len(keys.shape) == len(values.shape) == 2 and keys.dtype == values.dtype)
     _require(columns["positions"].dtype == torch.int32 and len(columns["positions"].shape) == 1)
     format = format_of(keys.dtype)
     is_coded = format is not None
-    _require(format is None or max(format.size(each.shape[1]) for each in (keys, values)) <= _MAX_ROW)
+    _require(format is None or max(format.size(location.shape[1]) for location in (keys, values)) <= _MAX_ROW)
     _require((columns.keys() & _SCALES) == (_SCALES if is_coded else set()))
     _require(is_coded or keys.dtype.is_floating_point)
     for name in columns.keys() - _ENTRIES - _SCALES:
@@ -234,7 +236,7 @@ def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_hea
         _require(_of(tensors, "added", torch.int64) == (requests,))
     if recorded := below("recorded.", tensors):
         _require({"queries", "positions"} <= recorded.keys() <= {"queries", "positions", "cos", "sin"})
-        _require(len({each.shape[:2] for each in recorded.values()}) == 1)
+        _require(len({location.shape[:2] for location in recorded.values()}) == 1)
         queries = recorded["queries"]
         _require(queries.dtype.is_floating_point and len(queries.shape) == 4 and queries.shape[0] == requests)
         _require(queries.shape[2] > 0 and queries.shape[2] % kv_heads == 0 and queries.shape[3] in sizes)
@@ -246,8 +248,8 @@ def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_hea
     moments = below("moments.", tensors)
     for number in {name.split(".")[0] for name in moments}:
         _require(all(f"{number}.{name}" in moments for name in MOMENTS))
-    for each in moments.values():
-        _require(each.dtype.is_floating_point and len(each.shape) > 1 and each.shape[0] == requests)
+    for location in moments.values():
+        _require(location.dtype.is_floating_point and len(location.shape) > 1 and location.shape[0] == requests)
 
 
 def _check_window(tensors: Mapping[str, TensorLocation], requests: int) -> None:
@@ -261,9 +263,9 @@ def _check_window(tensors: Mapping[str, TensorLocation], requests: int) -> None:
 
 def _check_states(tensors: Mapping[str, TensorLocation], requests: int) -> None:
     """Check the types and shapes of recurrent and convolution states."""
-    for name, each in tensors.items():
-        _require(_STATE.fullmatch(name) and each.dtype.is_floating_point)
-        _require(len(each.shape) > 1 and each.shape[0] == requests and 0 not in each.shape)
+    for name, location in tensors.items():
+        _require(_STATE.fullmatch(name) and location.dtype.is_floating_point)
+        _require(len(location.shape) > 1 and location.shape[0] == requests and 0 not in location.shape)
 
 
 def _of(layout: Mapping[str, TensorLocation], name: str, dtype: torch.dtype) -> tuple[int, ...]:

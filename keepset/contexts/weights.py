@@ -50,14 +50,14 @@ def untied(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors that are saved with a model, as they are; tied ones once."""
     # Offloaded weights that are tied are different objects.
     tied = getattr(model, "all_tied_weights_keys", {})
-    tensors, seen = dict[str, Tensor](), set[int | str]()
+    tensors, marked = dict[str, Tensor](), set[int | str]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         marks = (
             {id(tensor), tied.get(name, name)} if isinstance(tensor, Tensor) and is_elsewhere(tensor) else {id(tensor)}
         )
-        if isinstance(tensor, Tensor) and seen.isdisjoint(marks):
+        if isinstance(tensor, Tensor) and marked.isdisjoint(marks):
             tensors[name] = tensor
-        seen |= marks
+        marked |= marks
     return tensors
 
 
@@ -176,9 +176,9 @@ def _loaded(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     for path in ("", *_prefixes(name)):
         whole = model if not path else getattr(whole, path.rpartition(".")[2], None)
         for hook in _hooks_of(whole):
-            kept, own = getattr(hook, "weights_map", None), name[len(path) :].lstrip(".")
-            if kept is not None and own in kept:
-                return kept[own]  # type: ignore[no-any-return]
+            kept, parameter_name = getattr(hook, "weights_map", None), name[len(path) :].lstrip(".")
+            if kept is not None and parameter_name in kept:
+                return kept[parameter_name]  # type: ignore[no-any-return]
     raise UnsupportedModelError(
         f"{type(model).__name__} has weights that are not loaded ({name!r:.80}), so keepset cannot tell which model it "
         "is: load it whole, or let accelerate offload it."

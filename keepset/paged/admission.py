@@ -72,7 +72,12 @@ class Admission:
         self._prompts: dict[str, int] = {}  # of requests whose prompts are being computed
 
     def update(
-        self, name: str, prompt: int, length: int, own: EvictionSchedule | None = None, most: int | None = None
+        self,
+        name: str,
+        prompt: int,
+        length: int,
+        request_schedule: EvictionSchedule | None = None,
+        most: int | None = None,
     ) -> None:
         """Note that a request is scheduled, again or for the first time.
 
@@ -80,12 +85,12 @@ class Admission:
             name: the engine's name of the request.
             prompt: tokens of its prompt.
             length: tokens that were processed.
-            own: when it is compressed, if it has a budget of its own; with as many tokens between events.
+            request_schedule: when it is compressed, if it has a budget of its own; with as many tokens between events.
             most: the most tokens that it ever has, if that is known.
         """
         course = self._courses.get(name)
         if course is None:
-            self._courses[name] = course = _Course(prompt, length, self._step, own or self._schedule, most)
+            self._courses[name] = course = _Course(prompt, length, self._step, request_schedule or self._schedule, most)
             self._add(name, course)
             return
         self.go_on([(name, length)])
@@ -116,8 +121,8 @@ class Admission:
         self,
         tokens: int,
         needed: int,
-        held: Callable[[str], int],
-        own: EvictionSchedule | None = None,
+        blocks_of: Callable[[str], int],
+        request_schedule: EvictionSchedule | None = None,
         most: int | None = None,
     ) -> int:
         """Return how many blocks must be free to admit a request, once those that run are scheduled.
@@ -125,11 +130,11 @@ class Admission:
         Args:
             tokens: tokens of the waiting request, all of which are computed in the next steps.
             needed: blocks that it needs for them.
-            held: returns the blocks that a running request has, by its name.
-            own: when the waiting request is compressed, if it has a budget of its own.
+            blocks_of: returns the blocks that a running request has, by its name.
+            request_schedule: when the waiting request is compressed, if it has a budget of its own.
             most: the most tokens that it ever has, if that is known.
         """
-        schedule = own or self._schedule
+        schedule = request_schedule or self._schedule
         late = list(takewhile(lambda name: self._courses[name].step != self._step, self._courses))
         for name in late:  # these were not scheduled in this step
             self._courses[name].step = self._step
@@ -138,7 +143,7 @@ class Admission:
         missing = 0
         for name, prompt in self._prompts.items():
             course = self._courses[name]
-            missing += int(self._blocks(course.schedule, course.most, prompt, prompt, 1)[0]) - held(name)
+            missing += int(self._blocks(course.schedule, course.most, prompt, prompt, 1)[0]) - blocks_of(name)
         steps = self._steps_until_compressed(tokens)
         newcomer = np.full(self._reach, needed, dtype=np.int64)
         compressed = self._blocks(schedule, most, tokens, tokens, 1)[0]
@@ -148,8 +153,8 @@ class Admission:
             newcomer[steps + 1 :] = np.maximum(later[:-1], later[1:])
         coming = np.arange(self._step + 1, self._step + self._reach + 1)
         in_turns, after = self._sums.take(coming, axis=1, mode="wrap")
-        now = in_turns[0] = after[0]
-        return int((in_turns + newcomer).max() - now + missing)
+        current = in_turns[0] = after[0]
+        return int((in_turns + newcomer).max() - current + missing)
 
     def _steps_until_compressed(self, tokens: int) -> int:
         """Return the steps until so many tokens of a prompt are processed beside the other requests."""
@@ -185,12 +190,12 @@ class Admission:
     def _change(self, course: _Course, first: int, last: int, sign: int) -> None:
         """Add a request's blocks in steps `first` to `last` to the sums; with `sign` -1, subtract them."""
         blocks = self._blocks(course.schedule, course.most, course.prompt, course.base + first - 1, last - first + 2)
-        held = sign * np.stack((np.maximum(blocks[:-1], blocks[1:]), blocks[1:]))
+        changes = sign * np.stack((np.maximum(blocks[:-1], blocks[1:]), blocks[1:]))
         size = self._sums.shape[1]
         start = first % size
-        front = min(size - start, held.shape[1])
-        self._sums[:, start : start + front] += held[:, :front]
-        self._sums[:, : held.shape[1] - front] += held[:, front:]
+        front = min(size - start, changes.shape[1])
+        self._sums[:, start : start + front] += changes[:, :front]
+        self._sums[:, : changes.shape[1] - front] += changes[:, front:]
 
     def _blocks(self, schedule: EvictionSchedule, most: int | None, prompt: int, first: int, number: int) -> np.ndarray:
         """Return a request's blocks in the steps from `first` tokens on: at least its prompt's blocks until it ends."""
@@ -199,12 +204,12 @@ class Admission:
         ahead = np.maximum(tokens, prompt) + self._steps_ahead
         if most is not None:  # no step is scheduled beyond its end
             ahead = np.minimum(ahead, max(most, prompt))
-        held = -(-ahead // schedule.block_size)
+        counts = -(-ahead // schedule.block_size)
         done = first
         while done < end:
             # Blocks that an event empties are freed when the next step is scheduled; between two events none are.
             event = schedule.next_event(prompt, done - 1)
             until = end if event is None else min(event + 1, end)
-            held[done - first : until - first] -= schedule.freed(prompt, done - 1)
+            counts[done - first : until - first] -= schedule.freed(prompt, done - 1)
             done = until
-        return held if most is None else np.where(tokens > max(most, prompt), 0, held)
+        return counts if most is None else np.where(tokens > max(most, prompt), 0, counts)

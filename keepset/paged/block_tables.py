@@ -94,23 +94,23 @@ class EqualHeadPages(EventPages):
     def width(self) -> int:
         return self._width
 
-    def held(self, places: range) -> Sequence[int]:
+    def held(self, layer_indices: range) -> Sequence[int]:
         rows, kv_heads = self._occupied.entries.shape
-        return [self._width * kv_heads] * (rows * len(places))
+        return [self._width * kv_heads] * (rows * len(layer_indices))
 
-    def occupied(self, places: range) -> OccupiedPages:
+    def occupied(self, layer_indices: range) -> OccupiedPages:
         subpages, packed, entries = self._occupied
-        counts = (part.repeat(len(places), 1) for part in (packed, entries))
-        return OccupiedPages(self._in_layers(subpages, places), *counts)
+        counts = (part.repeat(len(layer_indices), 1) for part in (packed, entries))
+        return OccupiedPages(self._in_layers(subpages, layer_indices), *counts)
 
-    def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
-        return PageAssignment(None, lambda most: self._in_layers(self._left, places))
+    def assign(self, layer_indices: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
+        return PageAssignment(None, lambda most: self._in_layers(self._left, layer_indices))
 
     def _in_layers(
-        self, subpages: Int[Tensor, "rows kv_heads pages"], places: range
+        self, subpages: Int[Tensor, "rows kv_heads pages"], layer_indices: range
     ) -> Int[Tensor, "layers_rows kv_heads pages"]:
-        layers = subpages.expand(len(places), -1, -1, -1)
-        group = self._group._replace(places=places)
+        layers = subpages.expand(len(layer_indices), -1, -1, -1)
+        group = self._group._replace(places=layer_indices)
         return page_layout.to_group_pages(layers, group, subpages.shape[1]).flatten(0, 1)
 
 
@@ -146,15 +146,16 @@ class EqualHeadTables(BlockTables):
 
         All heads share their pages, so the layouts have only the number of dropped entries.
         """
-        held = [self._held(request) for request in requests]
-        known = [
-            (one.row, one.after, one.after - width, kept) for one, (width, kept) in zip(requests, held, strict=True)
+        counts = [self._held(request) for request in requests]
+        numbers = [
+            (request.row, request.after, request.after - width, kept)
+            for request, (width, kept) in zip(requests, counts, strict=True)
         ]
-        rows, lengths, dropped, kept = batch.tensor(known).t().contiguous().unbind()
+        rows, lengths, dropped, kept = batch.tensor(numbers).t().contiguous().unbind()
         packed = kept[:, None, None].expand(-1, 1, self.schedule.kv_heads).contiguous()
         dropped, none = dropped[:, None], torch.zeros_like(packed)
         layout = PageLayout(none, dropped, dropped // self.schedule.block_size, none[..., 0].contiguous())
-        longest = max(width for width, _ in held)
+        longest = max(width for width, _ in counts)
         entries = EntriesInPages(layout, batch.block_table[rows], lengths, packed, longest)
         return lambda: entries
 
@@ -167,8 +168,8 @@ class EqualHeadTables(BlockTables):
         return self.event_width(request), request.after - schedule.dropped(request.prompt, request.after)
 
     def event_pages(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> EqualHeadPages:
-        held, shape = [self._held(request) for request in requests], (len(requests), self.schedule.kv_heads)
-        entries, packed = (part[:, None].expand(shape) for part in batch.tensor(held).unbind(1))
+        counts, shape = [self._held(request) for request in requests], (len(requests), self.schedule.kv_heads)
+        entries, packed = (part[:, None].expand(shape) for part in batch.tensor(counts).unbind(1))
         width, left = self.event_key(requests[0])  # which all share
         occupied = OccupiedPages(self._subpages(batch, requests, width), packed, entries)
         return EqualHeadPages(occupied, self._subpages(batch, requests, left), width, self._group)
@@ -187,8 +188,8 @@ class EqualHeadTables(BlockTables):
     ) -> Int[Tensor, "rows kv_heads pages"]:
         """Return the sub-pages of so many entries of each request: they lie in its blocks from the first not freed."""
         size, kv_heads = self.schedule.block_size, self.schedule.kv_heads
-        row, first = batch.tensor([(each.row, (each.after - entries) // size) for each in requests]).unbind(1)
-        place = torch.arange(-(-entries // size), device=row.device)
-        columns = (first[:, None] + place).clamp(max=batch.block_table.shape[1] - 1)
+        row, first = batch.tensor([(request.row, (request.after - entries) // size) for request in requests]).unbind(1)
+        page_index = torch.arange(-(-entries // size), device=row.device)
+        columns = (first[:, None] + page_index).clamp(max=batch.block_table.shape[1] - 1)
         heads = torch.arange(kv_heads, device=row.device)[:, None]
         return batch.block_table[row[:, None], columns].long()[:, None] * kv_heads + heads

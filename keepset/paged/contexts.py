@@ -48,17 +48,17 @@ class ContextPlacement:
         """
         parts = counts.unflatten(1, (ranks, -1))
         if shared:
-            own = page_layout.own_block(counts, tokens, block_size)
+            own_block = page_layout.own_block(counts, tokens, block_size)
             pages = page_layout.shareable_pages(parts, block_size).sum((0, 2)).max()  # of one rank
-            first = own - -(-int(pages) // parts[:, 0].numel())
+            first = own_block - -(-int(pages) // parts[:, 0].numel())
         else:
-            own = first = int(_first_block(parts, tokens, block_size).min())
+            own_block = first = int(_first_block(parts, tokens, block_size).min())
         if first < 0:
             raise UnsupportedEngineError(
                 f"Of {tokens} tokens of the context nearly all are held, and not by every head: such pages cannot be "
                 "shared; build it with a recipe that drops more."
             )
-        return cls(tokens, first, own, shared)
+        return cls(tokens, first, own_block, shared)
 
     def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> PageLayout:
         """Return the layout of a request's pages on one rank, as the only row."""
@@ -69,8 +69,8 @@ class ContextPlacement:
             )
         pages = page_layout.shareable_pages(counts, block_size).sum(-1)
         before = self.first * counts.numel() + pages.cumsum(0) - pages
-        length, own = (torch.full_like(pages, number)[None] for number in (self.tokens, self.own))
-        return PageLayout(counts[None], length, own, (before + 1)[None])
+        length, own_blocks = (torch.full_like(pages, number)[None] for number in (self.tokens, self.own))
+        return PageLayout(counts[None], length, own_blocks, (before + 1)[None])
 
 
 def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size: int) -> Int[Tensor, "*rows"]:
@@ -80,7 +80,7 @@ def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size:
 
 
 def context_places(
-    layout: PageLayout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: bool = False
+    layout: PageLayout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, unshared: bool = False
 ) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"], Int[Tensor, " n"]]:
     """Return where the entries of a context go, which are packed layer after layer and head after head.
 
@@ -89,7 +89,7 @@ def context_places(
         block_table: the request's blocks, by logical position.
         block_size: tokens per block.
         blocks: blocks of every layer's cache.
-        own: whether only entries in the request's own pages are chosen.
+        unshared: whether only entries in the request's own pages are chosen.
 
     Returns:
         Which of all entries are chosen, and the layer and the slot of each. Slots go on into the caches of the layers
@@ -105,7 +105,7 @@ def context_places(
     head = torch.arange(len(sizes)).repeat_interleave(sizes)
     entry = torch.arange(len(head)) - (sizes.cumsum(0) - sizes)[head]
     chosen = torch.arange(len(head))
-    if own:
+    if unshared:
         chosen = (entry >= (page_layout.shareable_pages(sizes, block_size) * block_size)[head]).nonzero()[:, 0]
         head, entry = head[chosen], entry[chosen]
     slots = tables.flatten(1, 2)[0].long()[head, entry // block_size] * block_size + entry % block_size

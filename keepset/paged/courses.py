@@ -55,11 +55,11 @@ class RequestCourses:
         courses = self._numbers[:, requests.row]
         holds = courses[_PROMPT] == requests.prompt
         holds &= (courses[_BEGIN] <= requests.before) & (requests.before < courses[_UNTIL])
-        for place in (~holds).nonzero()[0].tolist():
-            courses[:, place] = self._course(requests[place])
-            self._numbers[:, requests.row[place]] = courses[:, place]
-        places = (requests.after > courses[_QUIET]).nonzero()[0].tolist()
-        active = [requests[place] for place in places] if places else []
+        for index in (~holds).nonzero()[0].tolist():
+            courses[:, index] = self._course(requests[index])
+            self._numbers[:, requests.row[index]] = courses[:, index]
+        indices = (requests.after > courses[_QUIET]).nonzero()[0].tolist()
+        active = [requests[index] for index in indices] if indices else []
         return StepCourses(active, courses[_DROPPED], courses[_COMPRESSED] > 0)
 
     def _course(self, request: ScheduledRequest) -> tuple[int, ...]:

@@ -97,13 +97,13 @@ def compress_across(due: Sequence[tuple[LayerGroup, EvictionEvent]]) -> None:
     observations = [entries.observation for _, _, entries in parts]
     chosen = recipe.method.select_all(observations, recipe.budget_for(observations))
     kept = [chosen.layer(entries.observation.layer_ids[0]) for _, _, entries in parts]
-    assignments = [_assign(event, entries, own) for (_, event, entries), own in zip(parts, kept, strict=True)]
-    reads = [[own.heads, *pages.host_reads] for own, pages in zip(kept, assignments, strict=True)]
+    assignments = [_assign(event, entries, keep_set) for (_, event, entries), keep_set in zip(parts, kept, strict=True)]
+    reads = [[keep_set.heads, *pages.host_reads] for keep_set, pages in zip(kept, assignments, strict=True)]
     LazyHostInts.read([number for numbers in reads for number in numbers])
-    for (group, event, entries), own, assignment in zip(parts, kept, assignments, strict=True):
-        if not event.is_counted(own):
+    for (group, event, entries), keep_set, assignment in zip(parts, kept, assignments, strict=True):
+        if not event.is_counted(keep_set):
             raise RuntimeError(f"{recipe} kept another number of entries than its quotas say.")
-        execute(group, event, entries, own, assignment, start)
+        execute(group, event, entries, keep_set, assignment, start)
         start = time.perf_counter()
 
 
@@ -138,17 +138,17 @@ def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries
 def _neighbours(group: LayerGroup) -> Iterator[range]:
     """Yield the places of layers of a group that are neighbours among all layers that are compressed."""
     indices = [group.all_layers.index(layer) for layer in group.layers]
-    starts = [place for place, index in enumerate(indices) if not place or index != indices[place - 1] + 1]
+    starts = [start for start, index in enumerate(indices) if not start or index != indices[start - 1] + 1]
     yield from map(range, starts, [*starts[1:], len(indices)])
 
 
-def _read_layers(group: LayerGroup, event: EvictionEvent, places: range) -> EventEntries:
-    layers, columns = len(places), group.columns
-    occupied = event.pages.occupied(places)
+def _read_layers(group: LayerGroup, event: EvictionEvent, layer_indices: range) -> EventEntries:
+    layers, columns = len(layer_indices), group.columns
+    occupied = event.pages.occupied(layer_indices)
     subpages, packed, entries = occupied
     width = event.pages.width - event.newer if event.equal_heads else subpages.shape[-1] * group.block_size
-    parts = group.observer.parts(event, places, occupied, columns, width)
-    paged = PagedEntries(group.pages_of(0), subpages, group.formats(places))
+    parts = group.observer.parts(event, layer_indices, occupied, columns, width)
+    paged = PagedEntries(group.pages_of(0), subpages, group.formats(layer_indices))
     index = torch.arange(paged.shape[2], device=subpages.device)
     at, prompts, positions, state = event.at.repeat(layers), event.prompts.repeat(layers), None, {}
     if event.compressed:
@@ -162,13 +162,13 @@ def _read_layers(group: LayerGroup, event: EvictionEvent, places: range) -> Even
         valid=None if event.equal_heads else (index < (entries - event.newer)[..., None])[..., :width],
         lengths=at,
         prompts=prompts,
-        layer_ids=group.layers[places.start : places.stop],
+        layer_ids=group.layers[layer_indices.start : layer_indices.stop],
         layers=group.all_layers,
         state=state,
         longest=event.latest,
         **parts,
     )
-    return EventEntries(places, entries, paged, positions, observation)
+    return EventEntries(layer_indices, entries, paged, positions, observation)
 
 
 def execute(
@@ -193,34 +193,34 @@ def execute(
     width, size, kv_heads = paged.shape[2], group.block_size, entries.heads.shape[1]
     index, rank = _survivors(kept, entries.heads, newer, width)
     heads = index // width
-    place = index - heads * width
-    seen = place < entries.heads.flatten()[heads] - newer
-    values = None if kept.values is None else seen.cumsum(0) - 1
-    sizes, held = [count + newer for count in kept.heads.host_values], event.pages.held(entries.places)
+    offsets = index - heads * width
+    observed = offsets < entries.heads.flatten()[heads] - newer
+    values = None if kept.values is None else observed.cumsum(0) - 1
+    sizes, counts = [count + newer for count in kept.heads.host_values], event.pages.held(entries.places)
     if assignment.fits is not None and not all(assignment.fits.host_values):
         row_fits = assignment.fits.host_values
         fits = assignment.fits.device_values.bool().repeat_interleave(kv_heads)[heads]
-        index, rank, heads, place, seen = (part[fits] for part in (index, rank, heads, place, seen))
+        index, rank, heads, offsets, observed = (part[fits] for part in (index, rank, heads, offsets, observed))
         values = None if values is None else values[fits]
         sizes = [count * row_fits[head // kv_heads] for head, count in enumerate(sizes)]
-        held = [count * fit for count, fit in zip(held, row_fits, strict=True)]
+        counts = [count * fit for count, fit in zip(counts, row_fits, strict=True)]
     subpages = assignment.take(max(sizes))
     page = heads * subpages.shape[-1] + rank // size
     slots = subpages.flatten().index_select(0, page) * size + rank % size
     del page, rank  # as long as the prompts
     # Heads that differ may be assigned pages that others of their layer have left.
-    for some, part in _workspaces(sizes, 1 if event.equal_heads else kv_heads, pages.entry_bytes):
-        moved_keys, moved_values = paged.take(some, index[part])
+    for head_range, part in _workspaces(sizes, 1 if event.equal_heads else kv_heads, pages.entry_bytes):
+        moved_keys, moved_values = paged.take(head_range, index[part])
         if kept.values is not None and values is not None:
             fitted = paged.encoded_values(kept.values[values[part].clamp(min=0)], heads[part])
-            moved_values = fitted.view(moved_values.dtype).where(seen[part, None], moved_values)
+            moved_values = fitted.view(moved_values.dtype).where(observed[part, None], moved_values)
         pages.write(moved_keys, moved_values, slots[part])
         del moved_keys, moved_values  # before the next ones are there
-    positions = place if entries.positions is None else entries.positions.reshape(-1)[index]
+    positions = offsets if entries.positions is None else entries.positions.reshape(-1)[index]
     group.columns.write_positions(slots, positions)
-    _write_state(group, kept, slots, heads, place, seen)
+    _write_state(group, kept, slots, heads, offsets, observed)
     if group.count is not None:
-        seconds, stays, total = time.perf_counter() - start, sum(sizes), sum(held)
+        seconds, stays, total = time.perf_counter() - start, sum(sizes), sum(counts)
         events = len(event.rows) if group.layers[entries.places[0]] == group.all_layers[0] else 0
         group.count(events=events, entries_kept=stays, entries_dropped=total - stays, seconds=seconds)
         logger.debug("%d layers kept %d of %d entries in %.1f ms", len(entries.places), stays, total, 1e3 * seconds)
@@ -232,7 +232,7 @@ def _write_state(
     slots: Int[Tensor, " stays"],
     heads: Int[Tensor, " stays"],
     within: Int[Tensor, " stays"],
-    seen: Bool[Tensor, " stays"],
+    observed: Bool[Tensor, " stays"],
 ) -> None:
     """Write the method's own numbers for later events; entries after those that it saw have none."""
     method, columns = group.recipe.method, group.columns
@@ -242,7 +242,7 @@ def _write_state(
         if name in columns:
             width = column.shape[-1]
             remembered = column.reshape(-1, width)[heads, within.clamp(max=width - 1)]
-            columns.write(name, slots, remembered.where(seen, 0))
+            columns.write(name, slots, remembered.where(observed, 0))
         elif name not in method.traits.state_names:
             raise KeepsetError(f"{method.name} remembers {name!r} and does not say so: add it to its `state_names`.")
 

@@ -239,10 +239,10 @@ class EvictionSchedule:
             self._kept.clear()
         every = self.recipe.schedule.every or 0
         first = self.newest_event(prompt, prompt) or prompt + every
-        known = event
-        while known > first and (prompt, known) not in self._kept:
-            known -= every
-        for at in range(known, event + 1, every or 1):
+        known_event = event
+        while known_event > first and (prompt, known_event) not in self._kept:
+            known_event -= every
+        for at in range(known_event, event + 1, every or 1):
             if (prompt, at) not in self._kept:
                 entries = at if at == first else self._kept[prompt, at - every] + every
                 self._kept[prompt, at] = self._quota(entries, prompt, at)
@@ -252,9 +252,9 @@ class EvictionSchedule:
         """Return how many of its entries the average head may keep, whatever they hold."""
         if self._budget.keep is None:
             return entries
-        held = [[entries] * self.kv_heads]
+        entry_counts = [[entries] * self.kv_heads]
         quotas = forecast_quotas(
-            self.recipe.method, self._budget, held, [length], [prompt], (self._layer,), self.layers
+            self.recipe.method, self._budget, entry_counts, [length], [prompt], (self._layer,), self.layers
         )
         return -(-int(quotas.sum()) // self.kv_heads)
 
@@ -276,8 +276,8 @@ def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
         return layers[0]
     if recipe.method.traits.fixed_total:
         return layer
-    place, groups = layers.index(layer), _groups(len(layers))
-    first = -(-(place * groups // len(layers)) * len(layers) // groups)
+    layer_index, groups = layers.index(layer), _groups(len(layers))
+    first = -(-(layer_index * groups // len(layers)) * len(layers) // groups)
     return layers[first]
 
 
@@ -342,19 +342,19 @@ class EventPages(ABC):
         """The number of entries of the largest head."""
 
     @abstractmethod
-    def held(self, places: range) -> Sequence[int]:
+    def held(self, layer_indices: range) -> Sequence[int]:
         """Return the number of entries of each request in each layer, layer after layer."""
 
     @abstractmethod
-    def occupied(self, places: range) -> OccupiedPages:
+    def occupied(self, layer_indices: range) -> OccupiedPages:
         """Return where the entries lie in these layers."""
 
     @abstractmethod
-    def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
+    def assign(self, layer_indices: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
         """Return pages for the entries that stay in these layers.
 
         Args:
-            places: the layers, by their places in the group.
+            layer_indices: the layers, by their places in the group.
             counts: how many entries of each head stay, layer after layer and row after row.
         """
 
@@ -405,8 +405,8 @@ class EvictionEvent:
         sizes_by_row = [sizes[first : first + heads] for first in range(0, len(sizes), heads)]
         rows = zip(sizes_by_row, cycle(self.keep), strict=False)  # layer after layer
         if self.equal_heads:
-            return all(set(own) == {keep} for own, keep in rows)
-        return all(sum(own) <= keep * heads for own, keep in rows)
+            return all(set(counts) == {keep} for counts, keep in rows)
+        return all(sum(counts) <= keep * heads for counts, keep in rows)
 
 
 def max_layers_per_event(recipe: Recipe, entries: int, kv_heads: int) -> int:
@@ -437,10 +437,10 @@ def batches_of_similar_length(
         entries: entries of each head of each request.
         kv_heads: KV heads of a layer.
     """
-    waiting = sorted(zip(entries, requests, strict=True), key=lambda one: -one[0])
+    waiting = sorted(zip(entries, requests, strict=True), key=lambda pair: -pair[0])
     while waiting:
         longest = waiting[0][0]
         most = max_layers_per_event(recipe, longest, kv_heads)
-        batch = [request for held, request in waiting[:most] if 2 * held >= longest]
+        batch = [request for count, request in waiting[:most] if 2 * count >= longest]
         yield batch
         del waiting[: len(batch)]

@@ -86,13 +86,17 @@ class LayerGroup:
         needs = self.recipe.method.traits.needs
         self.observer = Observer(needs, planner.recording, ring, softmax, rotary, projections, share)
 
-    def pages_of(self, place: int) -> Pages:
+    def pages_of(self, layer_index: int) -> Pages:
         """Return the cache of the layer at this place of the group."""
-        return self._pages[place]()
+        return self._pages[layer_index]()
 
-    def formats(self, places: range) -> list[PageFormat]:
+    def formats(self, layer_indices: range) -> list[PageFormat]:
         """Return how the caches of some layers are read and written; an empty list if they are not quantised."""
-        return [known for place in places if (known := self.pages_of(place).format) is not None]
+        return [
+            page_format
+            for layer_index in layer_indices
+            if (page_format := self.pages_of(layer_index).format) is not None
+        ]
 
     @cached_property
     def columns(self) -> EntryColumns:
@@ -103,17 +107,19 @@ class LayerGroup:
         shape = len(self.layers), self.kv_heads, pages.slots, self.block_size
         return EntryColumns(self._columns, *shape, pages.device, biased)
 
-    def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
+    def record(
+        self, layer_indices: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]
+    ) -> None:
         """Run the plan's operations on the queries of some layers, which have attended.
 
         Args:
-            places: the layers, by their places in the group.
+            layer_indices: the layers, by their places in the group.
             plan: the plan of the step.
             queries: the step's queries of these layers, after rotation.
         """
         plan.recorded = True
         for operation in plan.in_layers:
-            self._execute(operation, places, queries)
+            self._execute(operation, layer_indices, queries)
 
     def record_replayed(self, plan: StepPlan) -> None:
         """Run the plan's operations on the tape's queries of all layers, after a step that replayed a graph.
@@ -134,51 +140,51 @@ class LayerGroup:
     def _execute(
         self,
         operation: LayerOperation,
-        places: range,
+        layer_indices: range,
         queries: Float[Tensor, "layers n query_heads head_dim"] | None,
     ) -> None:
         """Execute an operation in some layers.
 
         Args:
             operation: the operation.
-            places: the layers, by their places in the group.
+            layer_indices: the layers, by their places in the group.
             queries: the step's queries of these layers, after rotation; None between steps.
         """
         if isinstance(operation, QueryAddition):
-            pages = [self.pages_of(place) for place in places]
-            self.observer.add_up(places, operation, queries, pages, self.columns)
+            pages = [self.pages_of(layer_index) for layer_index in layer_indices]
+            self.observer.add_up(layer_indices, operation, queries, pages, self.columns)
         elif isinstance(operation, AcceptedQueries):
             capture = operation.capture
-            for place in places:
-                accepted = operation.drafted.copies[place][capture.queries]
-                self.ring.record(range(place, place + 1), accepted[None], capture.slots, capture.places)
+            for layer_index in layer_indices:
+                accepted = operation.drafted.copies[layer_index][capture.queries]
+                self.ring.record(range(layer_index, layer_index + 1), accepted[None], capture.slots, capture.places)
         elif queries is None:
             assert isinstance(operation, LateCapture)
             for copied, late in operation.copies:
                 self.ring.record(copied, late, operation.capture.slots, operation.capture.places)
             operation.copies.clear()
         else:
-            self._take(operation, places, queries)
+            self._take(operation, layer_indices, queries)
 
     def _take(
         self,
         operation: PromptChunk | HeldQueries | QueryCapture | DraftedQueries | LateCapture,
-        places: range,
+        layer_indices: range,
         queries: Float[Tensor, "layers n query_heads head_dim"],
     ) -> None:
         """Collect, hold, record or copy queries of the step that is under way."""
         if isinstance(operation, QueryCapture):
-            self.ring.record(places, queries[:, operation.queries], operation.slots, operation.places)
+            self.ring.record(layer_indices, queries[:, operation.queries], operation.slots, operation.places)
         elif isinstance(operation, DraftedQueries):
-            operation.copies.update(zip(places, queries[:, operation.queries], strict=True))
+            operation.copies.update(zip(layer_indices, queries[:, operation.queries], strict=True))
         elif isinstance(operation, LateCapture):
-            operation.copies.append((places, queries[:, operation.capture.queries]))
+            operation.copies.append((layer_indices, queries[:, operation.capture.queries]))
         elif isinstance(operation, HeldQueries):
-            for place, of_layer in zip(places, queries, strict=True):
-                self.ring.hold(place, operation.slot, of_layer[operation.first_query : operation.end_query])
+            for layer_index, of_layer in zip(layer_indices, queries, strict=True):
+                self.ring.hold(layer_index, operation.slot, of_layer[operation.first_query : operation.end_query])
         else:
-            for place, of_layer in zip(places, queries, strict=True):
-                self.observer.collect(place, operation, of_layer, self.pages_of(place))
+            for layer_index, of_layer in zip(layer_indices, queries, strict=True):
+                self.observer.collect(layer_index, operation, of_layer, self.pages_of(layer_index))
 
     @property
     def holds_int8(self) -> bool:
@@ -226,9 +232,9 @@ class LayerGroup:
         """
         assert isinstance(self.planner.tables, RaggedHeadTables)
         layers, pages = {}, self.planner.tables.export_request(blocks, length)
-        for place, layer in enumerate(self.layers):
-            occupied = pages.occupied(range(place, place + 1))
-            paged = PagedEntries(self.pages_of(0), occupied.subpages, self.formats(range(place, place + 1)))
+        for layer_index, layer in enumerate(self.layers):
+            occupied = pages.occupied(range(layer_index, layer_index + 1))
+            paged = PagedEntries(self.pages_of(0), occupied.subpages, self.formats(range(layer_index, layer_index + 1)))
             keys, values = paged.keys(slice(None))[0], paged.values(slice(None))[0]
             lengths = occupied.entries.new_tensor([length])
             index = torch.arange(keys.shape[1], device=keys.device)

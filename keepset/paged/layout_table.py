@@ -41,8 +41,8 @@ class LayoutTable:
             layout: the layout, as its only row.
         """
         filed = self._on(layout.counts.device)
-        for part, now in zip(filed.layout, layout, strict=True):
-            part[page] = now[0].to(part)
+        for part, values in zip(filed.layout, layout, strict=True):
+            part[page] = values[0].to(part)
         filed.tokens[page] = int(layout.length[0, 0])
 
     def move(
@@ -135,12 +135,12 @@ class EmptiedBlocks:
     def settle(self) -> None:
         """Count the blocks that the events have emptied; called once all of them are over."""
         for table, pages, copy in self._events:
-            whose = [self._keys.get(page) for page in copy.tolist()]
-            self._emptied.append((whose, AsyncHostCopy(table.unused_blocks(pages))))
+            request_keys = [self._keys.get(page) for page in copy.tolist()]
+            self._emptied.append((request_keys, AsyncHostCopy(table.unused_blocks(pages))))
         self._events, self._keys = [], {}
 
     def drain(self) -> dict[RequestKey, int]:
         """Return how many leading blocks are empty, for each request whose event has ended since the last call."""
         emptied, self._emptied = self._emptied, []
-        numbers = [zip(whose, copy.tolist(), strict=True) for whose, copy in emptied]
+        numbers = [zip(request_keys, copy.tolist(), strict=True) for request_keys, copy in emptied]
         return {key: blocks for event in numbers for key, blocks in event if key is not None}

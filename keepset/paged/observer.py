@@ -66,35 +66,37 @@ class Observer:
         }
 
     def collect(
-        self, place: int, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages
+        self, layer_index: int, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages
     ) -> None:
         """Take in the part of a prompt that a step brings to a layer.
 
         Args:
-            place: the layer, by its place in the group.
+            layer_index: the layer, by its place in the group.
             chunk: which of the queries are the prompt's.
             queries: the step's queries of the layer, after rotation.
             pages: the layer's cache.
         """
-        own = queries[chunk.first_query : chunk.end_query]
-        positions = torch.arange(chunk.position, chunk.position + len(own), device=own.device)[None]
-        rows = own.transpose(0, 1)[None]
-        source = self._query_source(range(place, place + 1), slice(chunk.first_query, chunk.end_query))
+        chunk_queries = queries[chunk.first_query : chunk.end_query]
+        positions = torch.arange(chunk.position, chunk.position + len(chunk_queries), device=chunk_queries.device)[None]
+        rows = chunk_queries.transpose(0, 1)[None]
+        source = self._query_source(range(layer_index, layer_index + 1), slice(chunk.first_query, chunk.end_query))
         if self._needs.hidden_states:
             assert source is not None
             few = slice(-4, None)
-            self.check(place, source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
+            self.check(layer_index, source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
 
         def entries() -> RequestKeys:
             keys = decoded_keys(pages, chunk.subpages)
-            return [(keys[:, : chunk.position + len(own)], slice(None))]
+            return [(keys[:, : chunk.position + len(chunk_queries)], slice(None))]
 
-        step = Chunk(rows, entries, positions, None, self.softmax.of_layer(place), source=source, start=chunk.position)
-        chunk.layers[place].add(step)
+        step = Chunk(
+            rows, entries, positions, None, self.softmax.of_layer(layer_index), source=source, start=chunk.position
+        )
+        chunk.layers[layer_index].add(step)
 
     def add_up(
         self,
-        places: range,
+        layer_indices: range,
         addition: QueryAddition,
         queries: Float[Tensor, "layers n query_heads head_dim"] | None,
         pages: Sequence[Pages],
@@ -103,13 +105,13 @@ class Observer:
         """Add queries to the window sums and moments of their requests.
 
         Args:
-            places: the layers, by their places in the group.
+            layer_indices: the layers, by their places in the group.
             addition: which queries are added, and for which event.
             queries: the step's queries of these layers, after rotation; None between steps.
             pages: the cache of each of these layers.
             columns: has the window sums.
         """
-        waiting = self._waiting(places, addition, queries)
+        waiting = self._waiting(layer_indices, addition, queries)
         for feature in self._recording.sums:
             last = feature.last_visible(addition.positions, addition.points)
             target = ColumnTarget(
@@ -122,25 +124,28 @@ class Observer:
                 columns[POSITION] if feature.history and POSITION in columns else None,
                 [None if of is None else columns.private(of[0], feature.column, of[1]) for of in addition.owners],
             )
-            add_received(pages, places, waiting, addition.entries(), target)
+            add_received(pages, layer_indices, waiting, addition.entries(), target)
         if addition.ends_prompt or not self._recording.moments:
             return
-        source, fresh = self._query_source(places, slice(0)), addition.unwritten >= addition.lengths
+        source, fresh = self._query_source(layer_indices, slice(0)), addition.unwritten >= addition.lengths
         assert source is not None
         for of in self._recording.moments:
             exists, at = self._counts(of, addition), addition.positions
             self._ring.add_moments(
-                of, places, addition.slots, waiting, at, exists, fresh, self.softmax.without_sinks, source
+                of, layer_indices, addition.slots, waiting, at, exists, fresh, self.softmax.without_sinks, source
             )
 
     def _waiting(
-        self, places: range, addition: QueryAddition, queries: Float[Tensor, "layers n query_heads head_dim"] | None
+        self,
+        layer_indices: range,
+        addition: QueryAddition,
+        queries: Float[Tensor, "layers n query_heads head_dim"] | None,
     ) -> RecordedQueries:
         """Return the queries that are summed: held ones, the step's own, or those in the rings."""
         if addition.held is not None:
-            return self._ring.held(places, addition.held)
+            return self._ring.held(layer_indices, addition.held)
         if addition.first_query is None:
-            return self._ring.at(places, addition.slots, addition.positions)
+            return self._ring.at(layer_indices, addition.slots, addition.positions)
         assert queries is not None
         return of_step(queries[:, addition.first_query : addition.first_query + addition.positions.shape[1]])
 
@@ -150,95 +155,103 @@ class Observer:
         return addition.positions >= begins.maximum(addition.begins)[:, None]
 
     def parts(
-        self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
+        self, event: EvictionEvent, layer_indices: range, occupied: OccupiedPages, columns: EntryColumns, width: int
     ) -> dict[str, Any]:
         """Return everything collected for an event, as keyword arguments of an Observation.
 
         Args:
             event: the event.
-            places: the layers, by their places in the group.
+            layer_indices: the layers, by their places in the group.
             occupied: where the entries lie.
             columns: has the window sums.
             width: entries of each head that the observation shows.
         """
-        parts: dict[str, Any] = {"softmax": self.softmax.of_layer(places.start)}  # with sinks there is one layer
+        parts: dict[str, Any] = {"softmax": self.softmax.of_layer(layer_indices.start)}  # with sinks there is one layer
         if number := self._needs.newest:
-            parts["queries"], positions = self._newest(event, places, number)
+            parts["queries"], positions = self._newest(event, layer_indices, number)
             # Omitted positions mean that no query is missing, which is cheaper.
             if event.compressed or not event.equal_heads or event.earliest < number:
                 parts["query_positions"] = positions
-        features = self._from_files | self._sums(event, places, occupied, columns, width)
-        collected = self._of_prompts(event, places, width) if event.ends_prompt else self._of_newest(event, places)
+        features = self._from_files | self._sums(event, layer_indices, occupied, columns, width)
+        collected = (
+            self._of_prompts(event, layer_indices, width)
+            if event.ends_prompt
+            else self._of_newest(event, layer_indices)
+        )
         return {**parts, "features": features | collected}
 
     def _sums(
-        self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
+        self, event: EvictionEvent, layer_indices: range, occupied: OccupiedPages, columns: EntryColumns, width: int
     ) -> dict[Feature[Any], Any]:
         """Return the window sums, read from the columns; zero where there is no entry."""
         if not self._recording.sums:
             return {}
         slots = columns.slots(occupied.subpages)[..., :width]
         exists = torch.arange(width, device=slots.device) < (occupied.entries - event.newer)[..., None]
-        made: dict[Feature[Any], Any] = {}
+        sums: dict[Feature[Any], Any] = {}
         for feature in self._recording.sums:
             received = columns.read(feature.column, slots)
-            by_layer = received.unflatten(0, (len(places), -1))
+            by_layer = received.unflatten(0, (len(layer_indices), -1))
             for row, record in enumerate(event.records):
                 if record.own:
-                    own = columns.private(record.slot, feature.column, width)
-                    by_layer[:, row] = own[places.start : places.stop, :, :width]
+                    column = columns.private(record.slot, feature.column, width)
+                    by_layer[:, row] = column[layer_indices.start : layer_indices.stop, :, :width]
             received = received.where(exists.view(*exists.shape, *[1] * (received.dim() - exists.dim())), 0)
-            made[feature] = WindowSums(received, self._recording.window(feature, event.ends_prompt))
-        return made
+            sums[feature] = WindowSums(received, self._recording.window(feature, event.ends_prompt))
+        return sums
 
-    def _of_prompts(self, event: EvictionEvent, places: range, width: int) -> dict[Feature[Any], Any]:
+    def _of_prompts(self, event: EvictionEvent, layer_indices: range, width: int) -> dict[Feature[Any], Any]:
         """Return the features that were collected over whole prompts."""
-        prompts = [record.chunks[place] for place in places for record in event.records if record.chunks]
-        return prompts[0].merged_with(prompts[1:]).values(event.at.repeat(len(places)), width) if prompts else {}
+        prompts = [
+            record.chunks[layer_index] for layer_index in layer_indices for record in event.records if record.chunks
+        ]
+        return prompts[0].merged_with(prompts[1:]).values(event.at.repeat(len(layer_indices)), width) if prompts else {}
 
-    def _of_newest(self, event: EvictionEvent, places: range) -> dict[Feature[Any], Any]:
+    def _of_newest(self, event: EvictionEvent, layer_indices: range) -> dict[Feature[Any], Any]:
         """Return the moments at an event while decoding; moments of few queries are computed from these now."""
         features = [feature for feature in self._needs.of(QueryMoments) if feature.buffer]
         if not features:
             return {}
-        source = self._query_source(places, slice(0))
+        source = self._query_source(layer_indices, slice(0))
         assert source is not None
-        made: dict[Feature[Any], Any] = {}
+        values: dict[Feature[Any], Any] = {}
         for feature in features:
             if feature in self._recording.moments:
-                moments = self._ring.moments(feature, places, event.slots)
+                moments = self._ring.moments(feature, layer_indices, event.slots)
             else:
-                queries, positions = self._newest(event, places, self._recording.window(feature))
+                queries, positions = self._newest(event, layer_indices, self._recording.window(feature))
                 moments = Moments()
                 feature.add(moments, Chunk(queries, list, positions, None, self.softmax.without_sinks, source=source))
-            made[feature] = feature.distribution(moments, source, event.at.repeat(len(places)))
-        return made
+            values[feature] = feature.distribution(moments, source, event.at.repeat(len(layer_indices)))
+        return values
 
-    def _newest(self, event: EvictionEvent, places: range, size: int) -> tuple[Queries, Int[Tensor, "layers_rows n"]]:
+    def _newest(
+        self, event: EvictionEvent, layer_indices: range, size: int
+    ) -> tuple[Queries, Int[Tensor, "layers_rows n"]]:
         """Return the newest `size` queries before an event, and their positions."""
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
-        return self._ring.newest(places, event.slots, positions), positions.repeat(len(places), 1)
+        return self._ring.newest(layer_indices, event.slots, positions), positions.repeat(len(layer_indices), 1)
 
-    def _query_source(self, places: range, tokens: slice) -> _QuerySource | None:
+    def _query_source(self, layer_indices: range, tokens: slice) -> _QuerySource | None:
         """Return how these layers make and rotate the queries of these tokens; None if no feature needs it."""
         if self._rotary is None:
             return None
-        return _QuerySource(self._rotary, self._projections[places.start : places.stop], tokens)
+        return _QuerySource(self._rotary, self._projections[layer_indices.start : layer_indices.stop], tokens)
 
-    def check(self, place: int, queries: Queries, hidden: HiddenStates) -> None:
+    def check(self, layer_index: int, queries: Queries, hidden: HiddenStates) -> None:
         """Compare a layer's queries before rotation with those computed from its hidden states, once for each layer.
 
         Raises:
             UnsupportedModelError: the model makes its queries in a way that keepset does not know.
         """
-        if place in self._checked:
+        if layer_index in self._checked:
             return
-        if not matches_unrotated(queries, self._projections[place].queries(hidden).float(), hidden.dtype):
+        if not matches_unrotated(queries, self._projections[layer_index].queries(hidden).float(), hidden.dtype):
             raise UnsupportedModelError(
                 "This model makes queries of hidden states in a way that keepset does not know under vLLM: choose "
                 "a method that does not look at hidden states, such as snapkv."
             )
-        self._checked.add(place)
+        self._checked.add(layer_index)
 
 
 @dataclass(frozen=True)
@@ -268,12 +281,12 @@ class _QuerySource(QuerySource):
         return lambda rows: self.rotary.rotate_ahead(rows, lengths, future)
 
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
-        made, first = [], 0
+        parts, first = [], 0
         for projection, rows in groupby(self.projections):
             number = sum(1 for _ in rows)
-            made.append(projection.queries(hidden[first : first + number]))
+            parts.append(projection.queries(hidden[first : first + number]))
             first += number
-        return self.rotary.rotate_ahead(torch.cat(made).float(), lengths, future)
+        return self.rotary.rotate_ahead(torch.cat(parts).float(), lengths, future)
 
-    def merged_with(self, others: Sequence[_QuerySource]) -> _QuerySource:
-        return replace(self, projections=[each for part in (self, *others) for each in part.projections])
+    def merged_with(self, sources: Sequence[_QuerySource]) -> _QuerySource:
+        return replace(self, projections=[projection for part in (self, *sources) for projection in part.projections])

@@ -103,8 +103,8 @@ class StridedPages:
         format: how the cache is read and written if it is quantised, else None.
     """
 
-    def __init__(self, caches: Sequence[LayerPages], place: int = 0, format: PageFormat | None = None) -> None:
-        self.caches, self.place, self.format, cache = caches, place, format, caches[place]
+    def __init__(self, caches: Sequence[LayerPages], layer_index: int = 0, format: PageFormat | None = None) -> None:
+        self.caches, self.place, self.format, cache = caches, layer_index, format, caches[layer_index]
         self._moved = caches
         if format is not None and format.row_bytes % 4 == 0:  # four bytes at a time
             self._moved = [cache.view(torch.int32) for cache in caches]
@@ -176,13 +176,17 @@ def decoded_entries(
 
 
 def add_received(
-    pages: Sequence[Pages], places: range, queries: RecordedQueries, entries: EntriesInPages, received: ColumnTarget
+    pages: Sequence[Pages],
+    layer_indices: range,
+    queries: RecordedQueries,
+    entries: EntriesInPages,
+    received: ColumnTarget,
 ) -> None:
     """Add the attention that entries receive from queries to a column, in some neighbouring layers.
 
     Args:
         pages: the cache of each layer.
-        places: the layers, by their places in the group.
+        layer_indices: the layers, by their places in the group.
         queries: the queries.
         entries: where the entries lie.
         received: the column that is added to.
@@ -190,10 +194,10 @@ def add_received(
     first = pages[0]
     if isinstance(first, StridedPages) and first.value_dim == first.head_dim:
         formats = [layer.format for layer in pages if layer.format is not None]
-        add_received_in_pages(first.caches, places, queries, entries, received, formats)
+        add_received_in_pages(first.caches, layer_indices, queries, entries, received, formats)
         return
     kv_heads = entries.packed.shape[2]
-    group = PageGroup(places, len(received.column), first.slots // (kv_heads * first.block_size))
+    group = PageGroup(layer_indices, len(received.column), first.slots // (kv_heads * first.block_size))
     add_received_by(
         [partial(decoded_keys, layer) for layer in pages], first.block_size, group, queries, entries, received
     )
@@ -254,7 +258,7 @@ class PagedEntries:
         positions: Int[Tensor, "layers_rows kv_heads some"],
         new: Bool[Tensor, "layers_rows kv_heads some"],
         networks: Networks,
-        known: Scores | None,
+        known_scores: Scores | None,
     ) -> Scores | None:
         """Return the codes of the first entries, read in the pages; None if the pages would have to be copied.
 
@@ -265,7 +269,7 @@ class PagedEntries:
         if not isinstance(pages, StridedPages) or not uses_triton(pages.device) or pages.value_dim != pages.head_dim:
             return None
         where = pages.caches, pages.place, self._subpages
-        return entry_codes_in_pages(*where, positions, new, networks, known, self._formats)
+        return entry_codes_in_pages(*where, positions, new, networks, known_scores, self._formats)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some entries, as they are stored.
@@ -281,8 +285,8 @@ class PagedEntries:
         if self._few:
             keys, values = (part.flatten(0, 2) for part in self._all)
         else:
-            own = self._subpages.flatten(0, 1)[heads.start : heads.stop]
-            keys, values = (part.flatten(0, 1) for part in self.pages.read(own))
+            subpages = self._subpages.flatten(0, 1)[heads.start : heads.stop]
+            keys, values = (part.flatten(0, 1) for part in self.pages.read(subpages))
             index = index - heads.start * self.shape[2]
         return keys.index_select(0, index), values.index_select(0, index)
 
@@ -306,6 +310,6 @@ class PagedObservation(LazyObservation):
         return self._entries.values(heads)[:, :, : self.valid.shape[2]]
 
     def _codes_in_place(
-        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
+        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known_scores: Scores | None
     ) -> Scores | None:
-        return self._entries.codes_by(self.positions, new, networks, known)
+        return self._entries.codes_by(self.positions, new, networks, known_scores)

@@ -118,18 +118,18 @@ class Planner:
             schedule = self.tables.schedule_of(request)
             if at := schedule.due(request.prompt, request.before, request.after):
                 compressed, newer = self.tables.was_compressed(request), request.after - at
-                own = newer, compressed, at == request.prompt, self.tables.event_key(request)
-                kinds[_EventKind(schedule.recipe, schedule.fixed, *own)].append(request)
+                key = newer, compressed, at == request.prompt, self.tables.event_key(request)
+                kinds[_EventKind(schedule.recipe, schedule.fixed, *key)].append(request)
         for kind, requests in kinds.items():
             widths = [self.tables.event_width(request) for request in requests]
-            for some in batches_of_similar_length(kind.recipe, requests, widths, self.schedule.kv_heads):
-                yield kind, some
+            for similar in batches_of_similar_length(kind.recipe, requests, widths, self.schedule.kv_heads):
+                yield kind, similar
 
     def _event(self, batch: StepBatch, kind: _EventKind, requests: list[ScheduledRequest]) -> EvictionEvent:
         """Return the event of requests that are compressed together, once the step is placed."""
         points, keep = [request.after - kind.newer for request in requests], None
         if kind.fixed:
-            gone = [self.tables.schedule_of(one).dropped(one.prompt, one.after) for one in requests]
+            gone = [self.tables.schedule_of(request).dropped(request.prompt, request.after) for request in requests]
             keep = [point - dropped for point, dropped in zip(points, gone, strict=True)]
         records = self._recording_plan.recorded(requests, points)
         return EvictionEvent(

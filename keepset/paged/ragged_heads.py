@@ -54,22 +54,24 @@ class RaggedPages:
         """The number of entries of the largest head."""
         return self._largest(range(self._group.layers))
 
-    def _largest(self, places: range) -> int:
-        return max(max(self._sizes[0][place]) for place in places)
+    def _largest(self, layer_indices: range) -> int:
+        return max(max(self._sizes[0][layer_index]) for layer_index in layer_indices)
 
-    def held(self, places: range) -> Sequence[int]:
+    def held(self, layer_indices: range) -> Sequence[int]:
         """Return the number of entries of each request in each layer, layer after layer."""
-        return [entries for place in places for entries in self._sizes[1][place]]
+        return [entries for layer_index in layer_indices for entries in self._sizes[1][layer_index]]
 
-    def occupied(self, places: range) -> OccupiedPages:
+    def occupied(self, layer_indices: range) -> OccupiedPages:
         """Return where the entries lie in these layers."""
-        some = self._entries.of_layers(places)
-        entries = page_layout.entries(some.layout, some.lengths)
-        pages = -(-self._largest(places) // self._block_size)
-        group = self._group._replace(places=places)
-        tables = page_layout.tables(some.layout, entries, some.block_table, self._block_size, pages, group)
+        layer_entries = self._entries.of_layers(layer_indices)
+        entries = page_layout.entries(layer_entries.layout, layer_entries.lengths)
+        pages = -(-self._largest(layer_indices) // self._block_size)
+        group = self._group._replace(places=layer_indices)
+        tables = page_layout.tables(
+            layer_entries.layout, entries, layer_entries.block_table, self._block_size, pages, group
+        )
         tables = page_layout.to_group_pages(tables.transpose(0, 1), group, entries.shape[-1])
-        parts = tables, some.packed.transpose(0, 1), entries.transpose(0, 1)
+        parts = tables, layer_entries.packed.transpose(0, 1), entries.transpose(0, 1)
         return OccupiedPages(*(part.flatten(0, 1) for part in parts))
 
 
@@ -98,9 +100,13 @@ class RaggedEventPages(RaggedPages, EventPages):
         super().__init__(entries, group, block_size)
         self._filed, self._pages, self._first = filed.layout, pages, first
 
-    def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
-        size, table, layers = self._block_size, self._entries.block_table, slice(places.start, places.stop)
-        counts = counts.unflatten(0, (len(places), -1)).transpose(0, 1)
+    def assign(self, layer_indices: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
+        size, table, layers = (
+            self._block_size,
+            self._entries.block_table,
+            slice(layer_indices.start, layer_indices.stop),
+        )
+        counts = counts.unflatten(0, (len(layer_indices), -1)).transpose(0, 1)
         lengths = self._entries.lengths[:, None].expand(counts.shape[:2])
         last = -(-lengths // size) - page_layout.blocks_needed(counts, lengths, size)
         first = last if self._first is None else self._first[:, None].expand_as(last)
@@ -109,11 +115,11 @@ class RaggedEventPages(RaggedPages, EventPages):
 
         def take(most: int) -> Tensor:
             layout = PageLayout(counts, lengths, first, torch.zeros_like(first))
-            for part, now in zip(self._filed, layout, strict=True):
+            for part, values in zip(self._filed, layout, strict=True):
                 in_layers = part[:, layers]
-                fit = fits.view(*fits.shape, *[1] * (now.ndim - 2))
-                in_layers[self._pages] = now.to(part.dtype).where(fit, in_layers[self._pages])
-            group = self._group._replace(places=places)
+                fit = fits.view(*fits.shape, *[1] * (values.ndim - 2))
+                in_layers[self._pages] = values.to(part.dtype).where(fit, in_layers[self._pages])
+            group = self._group._replace(places=layer_indices)
             tables = page_layout.tables(layout, counts, table, size, -(-most // size)).transpose(0, 1)
             return page_layout.to_group_pages(tables, group, counts.shape[-1]).flatten(0, 1)
 
@@ -152,13 +158,13 @@ class RaggedHeadTables(BlockTables):
                 plan.ragged = self._captured(self._each_row(batch, filled, width * self.schedule.block_size))
             return
         rows, compressed = batch.rows, courses.compressed
-        tokens, others = self._tokens(batch, compressed)
+        tokens, has_others = self._tokens(batch, compressed)
         before, after, required = batch.tensor(np.stack((rows.before, rows.after, compressed))).unbind()
         table, needed = batch.block_table[: len(rows)], eventful or plan.reads_entries
-        step = self.follow(table, before, after, required, tokens, others, eventful, needed)
+        step = self.follow(table, before, after, required, tokens, has_others, eventful, needed)
         if step is not None and step.tokens is not None:
             plan.ragged = step
-            if others:
+            if has_others:
                 self._hide(batch, plan, step.tokens, compressed)
 
     def follow(
@@ -168,7 +174,7 @@ class RaggedHeadTables(BlockTables):
         after: Int[Tensor, " rows"],
         compressed: Int[Tensor, " rows"],
         tokens: PagedTokens | None,
-        others: bool,
+        has_others: bool,
         eventful: bool,
         needed: bool,
     ) -> RaggedStep | None:
@@ -180,7 +186,7 @@ class RaggedHeadTables(BlockTables):
             after: tokens of each request after the step.
             compressed: 1 for requests that were compressed before: they must have a layout.
             tokens: the tokens that are written and attended by the layouts; None if there are none.
-            others: whether there are other tokens.
+            has_others: whether there are other tokens.
             eventful: whether an event follows the step.
             needed: whether the layouts are needed even without such tokens.
 
@@ -191,23 +197,23 @@ class RaggedHeadTables(BlockTables):
             RuntimeError: a compressed request is not where it was left.
         """
         device = block_table.device
-        alike = tokens is not None and tokens.rows is None and not eventful
+        is_steady = tokens is not None and tokens.rows is None and not eventful
         # On a GPU a comparison would take longer than moving again.
-        if device.type == "cpu" and alike and self._goes_on(block_table, before, after):
+        if device.type == "cpu" and is_steady and self._goes_on(block_table, before, after):
             self._table.filed.tokens[self.step.pages] = after.int()
             self.step = replace(self.step, lengths=after, tokens=tokens)
             return self.step
         room = self._room(len(before), device)
         pages = self._table.move(block_table, before, after, compressed, room)
-        self._is_steady = alike
+        self._is_steady = is_steady
         if tokens is None and not needed:
             return None
         layout = PageLayout(*(part[: len(before)] for part in room))
-        self.step = RaggedStep(pages, after, layout, self.schedule.block_size, self._group, tokens, others)
+        self.step = RaggedStep(pages, after, layout, self.schedule.block_size, self._group, tokens, has_others)
         return self.step
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
-        rows, longest = batch.tensor([request.row for request in requests]), max(one.after for one in requests)
+        rows, longest = batch.tensor([request.row for request in requests]), max(request.after for request in requests)
         # The engine's table may change before the function is called, so its present rows are copied.
         return cache(partial(self._entries, rows, batch.block_table[rows], longest))
 
@@ -221,7 +227,9 @@ class RaggedHeadTables(BlockTables):
         rows, first = batch.tensor([request.row for request in requests]), None
         pages = self.step.pages[rows]
         if self.schedule_of(requests[0]).fixed:
-            first = batch.tensor([self.schedule_of(one).freed(one.prompt, one.after) for one in requests])
+            first = batch.tensor(
+                [self.schedule_of(request).freed(request.prompt, request.after) for request in requests]
+            )
         else:
             self._emptied_blocks.add(self._table, pages)
         longest = max(request.after for request in requests)
@@ -294,17 +302,17 @@ class RaggedHeadTables(BlockTables):
 
     def _tokens(self, batch: StepBatch, compressed: np.ndarray) -> tuple[PagedTokens | None, bool]:
         """Return the tokens that are written and attended to by the layout, and whether there are others."""
-        rows, some = batch.rows, bool(compressed.any())
+        rows, any_compressed = batch.rows, bool(compressed.any())
         new, longest = rows.end_query - rows.first_query, int(rows.after.max())
-        if (some or self._size.replays) and (new == 1).all():
+        if (any_compressed or self._size.replays) and (new == 1).all():
             return self._each_row(batch, len(rows), longest), False
-        if not some:
+        if not any_compressed:
             return None, True
         request = np.repeat(np.arange(len(rows)), new * compressed)
         nth = np.arange(len(request)) - np.repeat(np.cumsum(new * compressed) - new * compressed, new * compressed)
         several = rows.first_query[request] + nth, rows.row[request], rows.before[request] + nth + 1
-        places, at, lengths = batch.tensor(np.stack(several)).unbind()
-        return PagedTokens(batch.block_table, lengths, longest, places, at), not compressed.all()
+        token_indices, at, lengths = batch.tensor(np.stack(several)).unbind()
+        return PagedTokens(batch.block_table, lengths, longest, token_indices, at), not compressed.all()
 
     def _each_row(self, batch: StepBatch, rows: int, longest: int) -> PagedTokens:
         """Return one token of each of the first rows."""
@@ -364,18 +372,18 @@ class PerHeadSequences:
         tables = ((tables + before[..., None]) % (layers * step.group.blocks * heads)).int().contiguous()
         lengths = entries.transpose(0, 1).reshape(layers, -1).int().contiguous()
         self._batches = [
-            PerHeadBatch(seq_lens, table, starts, own)
-            for seq_lens, table, own in zip(lengths, tables, slots, strict=True)
+            PerHeadBatch(seq_lens, table, starts, layer_slots)
+            for seq_lens, table, layer_slots in zip(lengths, tables, slots, strict=True)
         ]
 
-    def batch(self, place: int) -> PerHeadBatch:
+    def batch(self, layer_index: int) -> PerHeadBatch:
         """Return the batch of the layer at this place of the group."""
-        return self._batches[place]
+        return self._batches[layer_index]
 
     def split(self, rows: Float[Tensor, "n heads dim"]) -> Float[Tensor, "tokens_heads group dim"]:
         """Return queries, keys or values of the step as those of the heads' requests."""
-        own = rows[: self._tokens] if self._places is None else rows[self._places]
-        return own.reshape(self._tokens * self._kv_heads, -1, own.shape[-1])
+        token_rows = rows[: self._tokens] if self._places is None else rows[self._places]
+        return token_rows.reshape(self._tokens * self._kv_heads, -1, token_rows.shape[-1])
 
     def output_buffer(self, output: Float[Tensor, "n query_heads dim"]) -> Float[Tensor, "tokens_heads group dim"]:
         """Return a tensor for the attention of the heads' requests: a view of the step's output if possible."""

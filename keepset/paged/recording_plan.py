@@ -147,14 +147,14 @@ class StepRecording:
                 self._ringed.append(self._taken(request, record, begin, stop))
             else:
                 self._patient.append((request, record, begin, stop))
-        places = range(max(first, begins, stop - recording.size), stop)
+        positions = range(max(first, begins, stop - recording.size), stop)
         queries = self._late if behind else self._early
-        queries += [(offset + position, record.slot, position % recording.size) for position in places]
+        queries += [(offset + position, record.slot, position % recording.size) for position in positions]
 
     def finish(self, plan: StepPlan) -> None:
         """Fill the plan's lists of operations, in the order in which they run."""
         if self._ringed:  # If some must be summed, all are; from then on they are due in the same steps.
-            self._ringed += [self._taken(*one) for one in self._patient]
+            self._ringed += [self._taken(*pending) for pending in self._patient]
         late = [LateCapture(capture) for capture in self._captures(self._late)]
         plan.in_layers = [
             *(
@@ -184,18 +184,19 @@ class StepRecording:
     def _from_rings(self, waiting: list[_Waiting]) -> list[QueryAddition]:
         """Return additions of queries in rings: one for requests at their prompt's end, one for the others."""
         groups: defaultdict[bool, list[_Waiting]] = defaultdict(list)
-        for each in waiting:
-            groups[each.ends_prompt].append(each)
+        for pending in waiting:
+            groups[pending.ends_prompt].append(pending)
         return [self._additions(group, self._recording.room) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
         """Return the addition for the `number` queries before each `stop`; those before `begin` do not count."""
         numbers = [
-            (one.record.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting
+            (pending.record.slot, pending.begin, pending.stop, pending.point, pending.request.after, pending.unwritten)
+            for pending in waiting
         ]
         slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).t().contiguous().unbind()
         positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
-        owners = [(one.record.slot, one.request.after) if one.record.own else None for one in waiting]
+        owners = [(pending.record.slot, pending.request.after) if pending.record.own else None for pending in waiting]
         return QueryAddition(
             slots,
             positions,
@@ -205,7 +206,7 @@ class StepRecording:
             lengths,
             unwritten,
             owners if any(owners) else (),
-            self._entries(self._batch, [one.request for one in waiting]),
+            self._entries(self._batch, [pending.request for pending in waiting]),
             **source,
         )
 
@@ -220,9 +221,9 @@ class StepRecording:
             first += request.after - request.before
         return [drafted]
 
-    def _captures(self, places: list[tuple[int, int, int]]) -> list[QueryCapture]:
+    def _captures(self, captures: list[tuple[int, int, int]]) -> list[QueryCapture]:
         """Return the operation that records queries, if there are any."""
-        return [QueryCapture(*self._batch.tensor(places).unbind(1))] if places else []
+        return [QueryCapture(*self._batch.tensor(captures).unbind(1))] if captures else []
 
 
 class _Window(NamedTuple):
@@ -299,8 +300,10 @@ class RecordingPlanner:
     ) -> None:
         recorded = [(request, self._windows(request)) for request in active]
         recorded = [(request, windows) for request, windows in recorded if windows or self._is_collected(request)]
-        starts = {one.row: max(one.before, windows[0].begins if windows else 0) for one, windows in recorded}
-        leading = {one.row: pages for one, _ in recorded if (pages := self._may_share(one))}
+        starts = {
+            request.row: max(request.before, windows[0].begins if windows else 0) for request, windows in recorded
+        }
+        leading = {request.row: pages for request, _ in recorded if (pages := self._may_share(request))}
         step = StepRecording(batch, self._recording, entries)
         records, opening = self._table.records(batch, [request for request, _ in recorded], starts, leading)
         for (request, windows), record in zip(recorded, records, strict=True):
@@ -358,17 +361,18 @@ class RecordingPlanner:
 
     def _shares_pages(self, record: QueryRecord) -> bool:
         """Return whether another request with sums in its pages' slots shares a page of this request."""
-        records = (other for other in self._table.open_records() if other is not record)
-        others = (other for other in records if other.point and not other.own)
+        records = (open_record for open_record in self._table.open_records() if open_record is not record)
+        candidates = (open_record for open_record in records if open_record.point and not open_record.own)
         # Requests with a common prefix have equal pages at the same places.
-        return any(mine == theirs for other in others for mine, theirs in zip(record.shares, other.shares))  # noqa: B905
+        shared = (zip(record.shares, candidate.shares) for candidate in candidates)  # noqa: B905
+        return any(page == other_page for pairs in shared for page, other_page in pairs)
 
     def _may_share(self, request: ScheduledRequest) -> int:
         """Return how many leading pages of a request others may share; 0 unless its first window opens now."""
         prompt, before = request.prompt, request.before
         event = self._schedule.upcoming(prompt, before)
-        apart = request.own is not None or not self._schedule.shares(prompt, before)
-        if event is None or apart or self._begins(prompt, event) < before:
+        unshared = request.own is not None or not self._schedule.shares(prompt, before)
+        if event is None or unshared or self._begins(prompt, event) < before:
             return 0
         untouched = self._schedule.untouched(prompt)
         return (prompt if untouched is None else untouched) // self._schedule.block_size

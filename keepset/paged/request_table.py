@@ -148,7 +148,7 @@ class RequestTable:
             The leading pages that were asked for, by row.
         """
         requests = [request for request in requests if request.row not in self._moved]
-        old, new, asked = self._read_pages(batch, requests, leading or {})
+        old, new, leading_pages = self._read_pages(batch, requests, leading or {})
         # All states are claimed before any is forgotten.
         going_on = [self._claim(pages, request) for pages, request in zip(old, requests, strict=True)]
         for page in new:
@@ -160,7 +160,7 @@ class RequestTable:
                 continue
             state.page, state.least, state.most, state.prompt = page, least, most, request.prompt
             self._states[page] = self._moved[request.row] = state
-        return asked
+        return leading_pages
 
     def _least(self, request: ScheduledRequest) -> int:
         """Return how many tokens a request has at least after the step, whatever drafts are rejected."""
@@ -176,19 +176,21 @@ class RequestTable:
         size, table, width = self._block_size, batch.block_table, max(leading.values(), default=0)
         # Every page that may hold the newest accepted token, and the page from now on.
         back = [min(tokens, self._drafts) for tokens in reversed(range(0, self._drafts + size, size))]
-        newest = [(*(one.before - tokens for tokens in back), self._least(one)) for one in requests]
-        columns = [[max(tokens - 1, 0) // size for tokens in each] for each in newest]
-        places = batch.tensor([(one.row, *own) for one, own in zip(requests, columns, strict=True)])
-        each = len(back) + 1
-        places = places.view(-1, each + 1)
-        pages = table[places[:, :1], places[:, 1:]].flatten()
+        newest = [(*(request.before - tokens for tokens in back), self._least(request)) for request in requests]
+        columns = [[max(tokens - 1, 0) // size for tokens in counts] for counts in newest]
+        pairs = [(request.row, *row_columns) for request, row_columns in zip(requests, columns, strict=True)]
+        indices, count = batch.tensor(pairs), len(back) + 1
+        indices = indices.view(-1, count + 1)
+        pages = table[indices[:, :1], indices[:, 1:]].flatten()
         if leading:
             pages = torch.cat((pages, table[batch.tensor(list(leading)), :width].flatten()))
-        known = pages.tolist()  # the one thing that the host does not know
-        end = each * len(requests)
-        own = [known[first : first + each] for first in range(0, end, each)]
-        asked = {row: known[end + place * width :][:number] for place, (row, number) in enumerate(leading.items())}
-        return [pages[:-1] for pages in own], [pages[-1] for pages in own], asked
+        numbers = pages.tolist()  # the one thing that the host does not know
+        end = count * len(requests)
+        newest_pages = [numbers[first : first + count] for first in range(0, end, count)]
+        leading_pages = {
+            row: numbers[end + index * width :][:number] for index, (row, number) in enumerate(leading.items())
+        }
+        return [pages[:-1] for pages in newest_pages], [pages[-1] for pages in newest_pages], leading_pages
 
     def _claim(self, pages: Sequence[int], request: ScheduledRequest) -> RequestState | None:
         for page in pages:

@@ -51,8 +51,8 @@ class RequestRows(Sequence[ScheduledRequest]):
         row, first_query, end_query, prompt, before, after: the columns, `[requests]`.
     """
 
-    def __init__(self, numbers: np.ndarray, given: Sequence[ScheduledRequest] | None = None) -> None:
-        self._numbers, self._given = numbers, given
+    def __init__(self, numbers: np.ndarray, requests: Sequence[ScheduledRequest] | None = None) -> None:
+        self._numbers, self._given = numbers, requests
         self.row, self.first_query, self.end_query, self.prompt, self.before, self.after = numbers
 
     @classmethod
@@ -74,7 +74,7 @@ class RequestRows(Sequence[ScheduledRequest]):
 
     def __getitem__(self, index: int | slice) -> ScheduledRequest | Sequence[ScheduledRequest]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[number] for number in range(*index.indices(len(self)))]
         if self._given is not None:
             return self._given[index]
         return ScheduledRequest(*self._numbers[:, index].tolist())
@@ -153,9 +153,9 @@ class RaggedStep:
     others: bool
     tables: Int[Tensor, "n layers kv_heads pages"] | None = None
 
-    def of_layer(self, place: int) -> PageLayout:
+    def of_layer(self, layer_index: int) -> PageLayout:
         """Return the layout of one layer, given by its place in the group."""
-        return PageLayout(*(part[:, place : place + 1] for part in self.layout))
+        return PageLayout(*(part[:, layer_index : layer_index + 1] for part in self.layout))
 
 
 @dataclass

@@ -95,7 +95,7 @@ def command(
     Raises:
         KeepsetError: options contradict one another, or there is no such folder.
     """
-    additional, rest = _additional(options)
+    additional, remaining = _additional(options)
     if save_bytes and contexts is None:
         raise KeepsetError("--save-bytes is for contexts that requests save: name their folder with --contexts.")
     args: dict[str, Any] = {"additional_config": additional} if additional else {}
@@ -103,19 +103,19 @@ def command(
     if with_keepset:
         args = engine_args(recipe, contexts=contexts, save_bytes=save_bytes)
         args["additional_config"] = additional | args["additional_config"] | {SIGNED: True}
-    if has_option(rest, "--model"):
+    if has_option(remaining, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")
     words = _program(model)
-    if served_name is not None and not has_option(rest, "--served-model-name"):
+    if served_name is not None and not has_option(remaining, "--served-model-name"):
         words += ["--served-model-name", served_name]
     words += as_words(args)
     if with_keepset:
         words += ["--middleware", _MIDDLEWARE]
-        if not any(has_option(rest, name) for name in (_DETAILS, _DETAILS.replace("--", "--no-"))):
+        if not any(has_option(remaining, name) for name in (_DETAILS, _DETAILS.replace("--", "--no-"))):
             words.append(_DETAILS)
-    if not has_option(rest, "--host"):
+    if not has_option(remaining, "--host"):
         words += ["--host", "127.0.0.1"]
-    return [*words, *rest]
+    return [*words, *remaining]
 
 
 def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
@@ -187,7 +187,7 @@ def _name(word: str) -> str:
 def _additional(options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the content of --additional-config, and the other options."""
     additional: dict[str, Any] = {}
-    rest: list[str] = []
+    remaining: list[str] = []
     words = iter(options)
     for word in words:
         name = _name(word)
@@ -195,12 +195,12 @@ def _additional(options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise KeepsetError(f"{name} cannot be joined with a recipe: write {_ADDITIONAL} '{{...}}' as JSON instead.")
         # vLLM also takes abbreviations, and the last of several counts.
         if len(name) < _SHORTEST or not _ADDITIONAL.startswith(name):
-            rest.append(word)
+            remaining.append(word)
             continue
         additional.update(_json(word.split("=", 1)[1] if "=" in word else next(words, "")))
     if KEY in additional:
         raise KeepsetError(f"{_ADDITIONAL} names {KEY!r}: give the recipe with --recipe only.")
-    return additional, rest
+    return additional, remaining
 
 
 def _json(text: str) -> dict[str, Any]:

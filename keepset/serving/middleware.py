@@ -184,12 +184,12 @@ class _RequestHandler:
 
 async def _body(receive: Receive) -> bytes | None:
     """Return a request's body; None if the client has disconnected. The part above the limit is dropped."""
-    pieces, size, more = [], 0, True
-    while more:
+    pieces, size, more_body = [], 0, True
+    while more_body:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        piece, more = message.get("body", b""), message.get("more_body", False)
+        piece, more_body = message.get("body", b""), message.get("more_body", False)
         if size <= MAX_BODY:
             pieces.append(piece)
         size += len(piece)
@@ -204,11 +204,11 @@ def _is_form(scope: Scope) -> bool:
 
 def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
     """Take the object out of a request and return it; raise `KeepsetError` if it cannot be taken."""
-    more, sampling = request.get("vllm_xargs"), request.get("sampling_params")
-    if honoured and more is not None and not isinstance(more, dict):
+    xargs, sampling = request.get("vllm_xargs"), request.get("sampling_params")
+    if honoured and xargs is not None and not isinstance(xargs, dict):
         raise KeepsetError("vllm_xargs is not an object: give names and values, or leave it out.")
     extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
-    if any(isinstance(some, dict) and KEY in some for some in (more, sampling, extra)):
+    if any(isinstance(holder, dict) and KEY in holder for holder in (xargs, sampling, extra)):
         raise KeepsetError(f"Give {KEY!r} at the top of the body, not among other arguments.")
     if KEY not in request:
         return RequestOptions()
@@ -253,20 +253,20 @@ class _Answer:
             # Held back until the first piece of the body, which may be a refusal.
             self._start, self._status = message, message["status"]
             return
-        body, more = message.get("body", b""), message.get("more_body", False)
+        body, more_body = message.get("body", b""), message.get("more_body", False)
         if self._counter is not None:
-            body = self._counter.shown(body, more)
-            if more and not body:
+            body = self._counter.shown(body, more_body)
+            if more_body and not body:
                 return
         if self._refused or ((self._status >= 500 or b'"error"' in body) and await self._refuse()):
             return
         if self._start is not None:
             if self._counter is not None:
-                self._start = {**self._start, "headers": _sized(self._start["headers"], None if more else body)}
+                self._start = {**self._start, "headers": _sized(self._start["headers"], None if more_body else body)}
             await self._send(self._start)
             self._start = None
         shown = (self._held + body).replace(self._signature, b"*" * len(self._signature))
-        self._held = _beginning(shown, self._signature) if more else b""
+        self._held = _beginning(shown, self._signature) if more_body else b""
         await self._send({**message, "body": shown[: len(shown) - len(self._held)]})
 
     async def _refuse(self) -> bool:
@@ -289,8 +289,8 @@ def _beginning(body: bytes, signature: bytes) -> bytes:
 
 def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes | None) -> list[tuple[bytes, bytes]]:
     """Return the headers of a message with another body; None if its size is not known."""
-    others = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-    return others if body is None else [*others, (b"content-length", str(len(body)).encode())]
+    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    return kept if body is None else [*kept, (b"content-length", str(len(body)).encode())]
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:

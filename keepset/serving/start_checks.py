@@ -56,8 +56,8 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
     if recipe is None:
         return
     needs = recipe.method.traits.needs
-    samples = {each.file: sample_of(tables.load(each.file)) for each in needs.of(ModelTables)}
-    samples |= {each.file: sample_of(each.load()) for each in needs.of(ModelStatistics)}
+    samples = {need.file: sample_of(tables.load(need.file)) for need in needs.of(ModelTables)}
+    samples |= {need.file: sample_of(need.load()) for need in needs.of(ModelStatistics)}
     for sentence in objections(recipe):
         raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
     for file, sampled in samples.items():
@@ -88,8 +88,8 @@ def check_model(folder: str) -> None:
 
 def check_port(options: Sequence[str]) -> None:
     """Raise `KeepsetError` if vLLM's options name a port that is not a number or in use."""
-    given, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
-    port = given or str(_PORT)
+    port_option, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
+    port = port_option or str(_PORT)
     if not port.isdecimal() or not 0 <= int(port) < 2**16:
         raise KeepsetError(f"--port {port} is no port: use a number from 1 to {2**16 - 1}.")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -102,8 +102,8 @@ def check_port(options: Sequence[str]) -> None:
 
 def limit_cpu_pool(options: Sequence[str]) -> str | None:
     """Limit a CPU's KV cache by the environment, unless its size is given; return a sentence that says so."""
-    asked = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
-    if any(asked) or _POOL in os.environ or torch.accelerator.is_available():
+    limits = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
+    if any(limits) or _POOL in os.environ or torch.accelerator.is_available():
         return None
     space = max(1, min(_MOST_GIB, int(psutil.virtual_memory().available / 4 / _GIB)))
     os.environ[_POOL] = str(space)

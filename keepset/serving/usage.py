@@ -24,18 +24,18 @@ class UsageCounter:
         self._tokens = tokens
         self._held = b""
 
-    def shown(self, piece: bytes, more: bool) -> bytes:
+    def shown(self, piece: bytes, more_body: bool) -> bytes:
         """Return the part of an answer that is complete, with all tokens counted.
 
         Args:
             piece: the answer's next piece.
-            more: whether others follow.
+            more_body: whether others follow.
         """
-        held = self._held + piece
+        received = self._held + piece
         # An object ends with its line, or with the answer.
-        end = held.rfind(b"\n") + 1 if more else len(held)
-        self._held = held[end:]
-        return b"".join(map(self._counted, held[:end].splitlines(keepends=True)))
+        end = received.rfind(b"\n") + 1 if more_body else len(received)
+        self._held = received[end:]
+        return b"".join(map(self._counted, received[:end].splitlines(keepends=True)))
 
     def _counted(self, line: bytes) -> bytes:
         start = _EVENT if line.startswith(_EVENT) else b""
@@ -46,7 +46,7 @@ class UsageCounter:
         except ValueError:
             return line
         before, prompt = self._tokens()
-        found = [each["usage"] for each in _parts(answer) if isinstance(each.get("usage"), dict)]
+        found = [part["usage"] for part in _parts(answer) if isinstance(part.get("usage"), dict)]
         if not before or not found:
             return line
         for usage in found:

@@ -65,23 +65,23 @@ class CompressedImpl:
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """Return the layer's cache as sub-pages; those of all layers that share block tables are made at once."""
         if self._pages is None or self._pages[0] is not kv_cache:
-            caches = [kv_cache if each is layer else each.kv_cache for each in self._neighbours]
-            for each, cache in zip(self._neighbours, caches, strict=True):
-                if each is layer or each.impl._pages is None:
-                    fill_scales(each, cache)  # pages may be written to through another layer's
-                    each.impl._pages = cache, each.impl.make_pages(each, caches)
+            caches = [kv_cache if neighbour is layer else neighbour.kv_cache for neighbour in self._neighbours]
+            for neighbour, cache in zip(self._neighbours, caches, strict=True):
+                if neighbour is layer or neighbour.impl._pages is None:
+                    fill_scales(neighbour, cache)  # pages may be written to through another layer's
+                    neighbour.impl._pages = cache, neighbour.impl.make_pages(neighbour, caches)
         assert self._pages is not None
         return self._pages[1]
 
-    def belong_to(self, layers: Sequence[Any], place: int, current: CurrentStep) -> None:
+    def belong_to(self, layers: Sequence[Any], layer_index: int, current: CurrentStep) -> None:
         """Note the layer of this implementation, whose cache is about to be made; forget an earlier cache.
 
         Args:
             layers: vLLM's layers that share block tables.
-            place: the index of the layer among them, which is its place in the group.
+            layer_index: the index of the layer among them, which is its place in the group.
             current: has the step that the layers compute next.
         """
-        self._pages, self._neighbours, self._place, self._current = None, layers, place, current
+        self._pages, self._neighbours, self._place, self._current = None, layers, layer_index, current
 
     def planned(self, layer: Any, metadata: Any) -> PlannedStep | None:
         """Return the step that a layer computes; None without metadata, and for layers that are not compressed.
@@ -123,8 +123,8 @@ class CompressedImpl:
             UnsupportedEngineError: the slots are not in the tensor that the plan has changed.
         """
         metadata: Any = get_forward_context().attn_metadata
-        known = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
-        step = self.planned(layer, known)
+        layer_metadata = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
+        step = self.planned(layer, layer_metadata)
         if step is not None and step.plan.has_plain and step.slots != slot_mapping.data_ptr():
             raise UnsupportedEngineError("This vLLM writes to the cache by slots that keepset did not plan.")
         return step
@@ -138,8 +138,8 @@ class CompressedImpl:
             queries: queries of the step after rotation, `[tokens, query_heads, head_dim]`.
         """
         if step is not None and step.plan.in_layers:
-            place = self._place
-            step.group.record(range(place, place + 1), step.plan, self._whole(layer, queries)[None])
+            layer_index = self._place
+            step.group.record(range(layer_index, layer_index + 1), step.plan, self._whole(layer, queries)[None])
         if step is not None and step.plan.dummy:
             self._context.buffers.leave(layer.layer_name, self._whole(layer, queries))
         if (projection := self._context.projections.get(layer.layer_name)) is not None:
@@ -159,9 +159,9 @@ class CompressedAttentionImpl(CompressedImpl):
         super().__init__(*args, **kwargs)
         self._is_plain = False
 
-    def belong_to(self, layers: Sequence[Any], place: int, current: CurrentStep) -> None:
-        super().belong_to(layers, place, current)
-        layer = layers[place]
+    def belong_to(self, layers: Sequence[Any], layer_index: int, current: CurrentStep) -> None:
+        super().belong_to(layers, layer_index, current)
+        layer = layers[layer_index]
         self._is_plain = self.mixing(layer) is None and layer.layer_name not in self._context.projections
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:

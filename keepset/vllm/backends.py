@@ -50,12 +50,12 @@ class CPUMixin(CompressedAttentionImpl):
 
         The kernel supports neither biases of entries nor sinks that differ between KV heads.
         """
-        place, pages, softmax = self._place, self.pages(layer, kv_cache), self.softmax
+        layer_index, pages, softmax = self._place, self.pages(layer, kv_cache), self.softmax
         if step.group.columns.bias is not None or softmax.sinks is not None:
-            attend_ragged(step, place, pages, query, output, softmax)
+            attend_ragged(step, layer_index, pages, query, output, softmax)
             return
         per_head = step.per_head
-        batch, buffer = per_head.batch(place), per_head.output_buffer(output)
+        batch, buffer = per_head.batch(layer_index), per_head.output_buffer(output)
         assert isinstance(pages, CPUPages)
         keys, values = pages.folded
         work = ops.cpu_attn_get_scheduler_metadata(
@@ -140,8 +140,8 @@ class KeepBackend(AttentionBackend):
         context = activate()  # raises first if something else cannot be served
         if context is None:
             return cls.plain.get_impl_cls()
-        own = cls._own_classes(context)
-        if own is None:
+        classes = cls._own_classes(context)
+        if classes is None:
             served = [name for name, layer in _LAYERS.items() if (layer is LatentImpl) == cls.plain.is_mla()]
             on_gpus = ", ".join(name for name in served if name not in _ON_CPUS)
             on_cpus = " or ".join(name for name in served if name in _ON_CPUS)
@@ -149,14 +149,14 @@ class KeepBackend(AttentionBackend):
                 f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "
                 f"choose one of {on_gpus} (--attention-backend) or, on CPUs, {on_cpus}."
             )
-        return own[0]
+        return classes[0]
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]
         # While the model is built, layers that attend to chunks derive their builder from this one, perhaps first.
         context = active() if get_current_vllm_config_or_none() is None else activate()
-        own = None if context is None else cls._own_classes(context)
-        return cls.plain.get_builder_cls() if own is None else own[1]
+        classes = None if context is None else cls._own_classes(context)
+        return cls.plain.get_builder_cls() if classes is None else classes[1]
 
     @classmethod
     def _own_classes(cls, context: EngineContext) -> tuple[type[Any], type[Any]] | None:
@@ -189,23 +189,23 @@ def __getattr__(name: str) -> type[AttentionBackend]:
 def _recurrent_backend(name: str) -> type[AttentionBackend]:
     """Return vLLM's backend of recurrent layers; its builder refuses a model that has only such layers."""
     plain = resolve_obj_by_qualname(MambaAttentionBackendEnum[name].value)
-    place = {"__module__": __name__}
-    builder = type(f"Keep{plain.get_builder_cls().__name__}", (RecurrentBuilder, plain.get_builder_cls()), place)
-    return type(name, (plain,), place | {"get_builder_cls": staticmethod(lambda: builder)})
+    namespace = {"__module__": __name__}
+    builder = type(f"Keep{plain.get_builder_cls().__name__}", (RecurrentBuilder, plain.get_builder_cls()), namespace)
+    return type(name, (plain,), namespace | {"get_builder_cls": staticmethod(lambda: builder)})
 
 
 @cache
 def _backend(name: str) -> type[AttentionBackend]:
     """Return vLLM's backend with keepset's mixins. Its classes are in this module, where vLLM looks them up by name."""
     plain = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
-    place = {"__module__": __name__}
+    namespace = {"__module__": __name__}
     classes: dict[str, Any] = {"registered": name, "plain": plain, "own": None, "of_rows": None}
     if name in _LAYERS:
         impl, builder = plain.get_impl_cls(), plain.get_builder_cls()
-        own = impl.__name__.replace("Attention", "").replace("Backend", "").replace("Impl", "KeepImpl")
-        own_builder = type(f"Keep{builder.__name__}", (KeepBuilder, builder), place)
-        classes["own"] = classes["of_rows"] = type(own, (_LAYERS[name], impl), place), own_builder
+        impl_name = impl.__name__.replace("Attention", "").replace("Backend", "").replace("Impl", "KeepImpl")
+        own_builder = type(f"Keep{builder.__name__}", (KeepBuilder, builder), namespace)
+        classes["own"] = classes["of_rows"] = type(impl_name, (_LAYERS[name], impl), namespace), own_builder
         if name == "CPU_ATTN":
-            of_rows = type("CPURowsKeepImpl", (RowsMixin, RowsImpl, impl), place)
-            classes["of_rows"] = of_rows, type("KeepRowsBuilder", (KeepBuilder, RowsMetadataBuilder), place)
-    return type(name, (KeepBackend, plain), place | classes)
+            of_rows = type("CPURowsKeepImpl", (RowsMixin, RowsImpl, impl), namespace)
+            classes["of_rows"] = of_rows, type("KeepRowsBuilder", (KeepBuilder, RowsMetadataBuilder), namespace)
+    return type(name, (KeepBackend, plain), namespace | classes)

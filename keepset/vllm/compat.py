@@ -114,11 +114,11 @@ def changed(rows: bool = False, latents: bool = False) -> Iterator[str]:
     names = BORROWED | (BORROWED_OF_ROWS if rows else {}) | (BORROWED_OF_LATENTS if latents else {})
     for name, parts in names.items():
         try:
-            thing = resolve_name(name)
+            target = resolve_name(name)
         except (ImportError, AttributeError):
             yield name
             continue
-        if parts and not set(parts) <= set(inspect.signature(thing).parameters):
+        if parts and not set(parts) <= set(inspect.signature(target).parameters):
             yield name
 
 
@@ -182,13 +182,13 @@ class PromptLengths:
                 "This vLLM does not give prompt lengths where keepset looks for them: use a supported version."
             )
         if lengths.device.type == "cpu" or metadata.req_idx is None:
-            known = lengths[:rows].numpy()
+            counts = lengths[:rows].numpy()
         else:
             requests = metadata.req_idx[:rows].tolist()
             if any_at_prompt or not self._known.keys() >= set(requests):
                 self._known.update(zip(requests, lengths[: len(requests)].tolist(), strict=True))
-            known = np.array([self._known[request] for request in requests], dtype=np.int64)
-        return known if len(known) == rows else np.pad(known, (0, rows - len(known)))
+            counts = np.array([self._known[request] for request in requests], dtype=np.int64)
+        return counts if len(counts) == rows else np.pad(counts, (0, rows - len(counts)))
 
 
 def lengths_on_host(metadata: CommonAttentionMetadata) -> np.ndarray:
@@ -224,7 +224,9 @@ def hide_answer(request: Request) -> None:
     """
     hashes, salt = request._block_hasher, secrets.token_bytes(16)
     assert hashes is not None
-    request._block_hasher = lambda own: [BlockHash(sha256(salt + each).digest()) for each in hashes(own)]
+    request._block_hasher = lambda hashed_request: [
+        BlockHash(sha256(salt + block_hash).digest()) for block_hash in hashes(hashed_request)
+    ]
 
 
 def all_layers(config: VllmConfig, layer_ids: tuple[int, ...]) -> tuple[int, ...]:

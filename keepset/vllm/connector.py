@@ -87,9 +87,9 @@ class EmptiedBlockCounts(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> EmptiedBlockCounts:
         assert isinstance(other, EmptiedBlockCounts)
-        mine, others = self.blocks, other.blocks
-        both = {key: min(mine[key], others[key]) for key in mine.keys() & others.keys()}
-        return EmptiedBlockCounts(mine | others | both, self.weights | other.weights, self.lost | other.lost)
+        blocks, other_blocks = self.blocks, other.blocks
+        shared = {key: min(blocks[key], other_blocks[key]) for key in blocks.keys() & other_blocks.keys()}
+        return EmptiedBlockCounts(blocks | other_blocks | shared, self.weights | other.weights, self.lost | other.lost)
 
 
 @dataclass
@@ -119,13 +119,13 @@ def images_of(request: Request) -> Ranges | None:
     """Return the token ranges of a request's images and videos; None if its prompt consists of embeddings."""
     if request.prompt_embeds is not None:
         return None
-    places: list[int] = []
+    token_indices: list[int] = []
     for feature in request.mm_features:
         if feature.modality in ("image", "video"):
-            first, seen = feature.mm_position.offset, feature.mm_position.is_embed
-            own = range(feature.mm_position.length) if seen is None else seen.nonzero()[:, 0].tolist()
-            places += [first + place for place in own]
-    return runs(sorted(places))
+            first, is_embed = feature.mm_position.offset, feature.mm_position.is_embed
+            offsets = range(feature.mm_position.length) if is_embed is None else is_embed.nonzero()[:, 0].tolist()
+            token_indices += [first + offset for offset in offsets]
+    return runs(sorted(token_indices))
 
 
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
@@ -209,19 +209,19 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Request) -> None:
         """Note the options of a request. If they cannot be granted, only this request ends with an error."""
         shared = None if self._recipe is None else self._recipe.located(())
-        known = self._known[request.request_id] = KnownRequest(request, RequestPlan(shared))
+        known_request = self._known[request.request_id] = KnownRequest(request, RequestPlan(shared))
         if drafted_tokens(self._vllm_config):
             self._managers[0].watch_drafts(request)
         try:
             options = self._options(request)
-            known.ticket = options.ticket
+            known_request.ticket = options.ticket
             self._grant(request, options)
         except Exception as error:  # no option and no broken file may stop other requests
             is_known = isinstance(error, KeepsetError)
             logger.error("Request %s: %s", request.request_id, error, exc_info=not is_known)
             why = str(error) if is_known else "The server cannot do this; its log says why."
-            stats.refused(known.ticket, why)  # for the front end, if it has asked
-            known.denied = True
+            stats.refused(known_request.ticket, why)  # for the front end, if it has asked
+            known_request.denied = True
             request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens, and not end it
         for manager in self._managers:  # the last token of an answer is never fed
             manager.expect(request.request_id, request.num_prompt_tokens + request.max_tokens - 1)
@@ -229,10 +229,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def _options(self, request: Request) -> RequestOptions:
         """Return a request's options. Behind a front end that signs, only signed options count."""
         parameters = request.sampling_params
-        given = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
-        if given is None:
+        value = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
+        if value is None:
             return RequestOptions()
-        return from_signed(given) if self._signed else parse_options(given)
+        return from_signed(value) if self._signed else parse_options(value)
 
     def _grant(self, request: Request, options: RequestOptions) -> None:
         """Prepare a request's options. Raises KeepsetError if they cannot be granted."""
@@ -256,23 +256,23 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 "tokens, such as [[0, 512]]."
             )
         located = engine is not None and bool(engine.budget.kinds) and images != ()
-        own = options.recipe(engine, images) if options.is_own or located else None
-        recipe = own if options.is_own else engine
+        request_recipe = options.recipe(engine, images) if options.is_own or located else None
+        recipe = request_recipe if options.is_own else engine
         if images and recipe is not None and model.uses_mrope and rotates(recipe):
             raise KeepsetError(
                 f"{recipe.method.name} rotates by one position for each token, and this model gives those of an image "
                 'positions along several axes: send the image with "off": true, or without this recipe.'
             )
         if options.is_own or located:
-            self._settle(request, own)
+            self._settle(request, request_recipe)
         return options.is_own or located
 
     def _settle(self, request: Request, recipe: Recipe | None) -> None:
         """Compress a request by its own recipe; None for no compression."""
-        known = self._known[request.request_id]
-        known.plan, known.has_own = RequestPlan(recipe), True
+        known_request = self._known[request.request_id]
+        known_request.plan, known_request.has_own = RequestPlan(recipe), True
         for manager in self._managers:
-            manager.settle(request.request_id, known.plan)
+            manager.settle(request.request_id, known_request.plan)
         # It may not share pages with requests that have another budget.
         request.cache_salt = f"keepset {self._salt} {request.request_id}"
         request.block_hashes = []
@@ -284,14 +284,14 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
         For a refused request it is all remaining tokens, so that vLLM ends it.
         """
-        name, known = request.request_id, self._known[request.request_id]
-        if known.denied:
+        name, known_request = request.request_id, self._known[request.request_id]
+        if known_request.denied:
             return request.num_tokens - num_computed_tokens, True
-        if not known.has_own or self._managers[0].is_reserved(name):
+        if not known_request.has_own or self._managers[0].is_reserved(name):
             return 0, False
         # One at a time, so that unused reserved blocks do not keep other requests out.
         if not self._beginning and self._managers[0].block_pool.get_num_free_blocks() >= len(self._managers):
-            self._beginning[name] = known.plan, [manager.reserve(name) for manager in self._managers]
+            self._beginning[name] = known_request.plan, [manager.reserve(name) for manager in self._managers]
         return None, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
@@ -310,14 +310,14 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         expected = StepMessage(begin=self._beginning, ended=ended | late, refused=self._refused)
         self._waiting, self._beginning, self._refused = set(self._beginning), {}, set()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
-            known = self._known[name]
-            request = known.request
+            known_request = self._known[name]
+            request = known_request.request
             before, after = request.num_computed_tokens, request.num_computed_tokens + tokens
-            if after >= known.next_event or request.num_preemptions != known.preemptions:
+            if after >= known_request.next_event or request.num_preemptions != known_request.preemptions:
                 self._expect_events(request, before, after, expected)
                 events = [manager.next_event(request, after) for manager in managers]
-                known.next_event = min((event for event in events if event is not None), default=math.inf)
-                known.preemptions = request.num_preemptions
+                known_request.next_event = min((event for event in events if event is not None), default=math.inf)
+                known_request.preemptions = request.num_preemptions
         return expected
 
     def _expect_events(self, request: Request, before: int, after: int, expected: StepMessage) -> None:
@@ -333,8 +333,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(freed, EmptiedBlockCounts):
             return
         for (name, preemptions, group), blocks in freed.blocks.items():
-            known = self._known.get(name)
-            if known and known.request.num_preemptions == preemptions and not known.request.is_finished():
+            known_request = self._known.get(name)
+            if (
+                known_request
+                and known_request.request.num_preemptions == preemptions
+                and not known_request.request.is_finished()
+            ):
                 self._managers[group].release(name, blocks)
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:

@@ -156,12 +156,15 @@ class ContextConnector(BlockCountConnector):
         self._library.forget(changed)
         for name in self._under_way:
             self._saves.pop(name, None)  # entries of both
-        for name, asked in self._asked.items():
-            known, sentence = self._known[name], self._library.objection(asked.context.name, asked.context.contents)
-            if sentence and not known.denied:
+        for name, context_request in self._asked.items():
+            known_request, sentence = (
+                self._known[name],
+                self._library.objection(context_request.context.name, context_request.context.contents),
+            )
+            if sentence and not known_request.denied:
                 logger.error("Request %s: %s", name, sentence)
-                stats.refused(known.ticket, sentence)
-                known.denied, known.request.skip_reading_prefix_cache = True, False
+                stats.refused(known_request.ticket, sentence)
+                known_request.denied, known_request.request.skip_reading_prefix_cache = True, False
 
     def _grant(self, request: Request, options: RequestOptions) -> None:
         if options.save is not None:
@@ -230,8 +233,8 @@ class ContextConnector(BlockCountConnector):
 
     def _compute(self, name: str) -> None:
         """Make a request that begins with a context begin with nothing, because no blocks of it could be filled."""
-        request, asked = self._known[name].request, self._asked.pop(name)
-        request.cache_salt, request.block_hashes = asked.salt, []
+        request, context_request = self._known[name].request, self._asked.pop(name)
+        request.cache_salt, request.block_hashes = context_request.salt, []
         request.update_block_hashes()
         assert self._kv_cache_manager is not None
         self._kv_cache_manager.free(request)
@@ -260,14 +263,17 @@ class ContextConnector(BlockCountConnector):
                 logger.exception("Request %s begins with no context.", name)
             if name in self._asked:  # in the next step vLLM looks for its pages
                 return None, False
-        asked = self._asked.get(name)
-        if asked is None or self._known[name].denied:
+        context_request = self._asked.get(name)
+        if context_request is None or self._known[name].denied:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         # While one request loads the context, others wait for its pages.
-        missing = asked.placement.shared and num_computed_tokens < asked.placement.own * self._manager.block_size
-        if missing and asked.context.digest in self._loading:
+        missing = (
+            context_request.placement.shared
+            and num_computed_tokens < context_request.placement.own * self._manager.block_size
+        )
+        if missing and context_request.context.digest in self._loading:
             return None, False
-        return asked.placement.tokens - num_computed_tokens, True
+        return context_request.placement.tokens - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -316,13 +322,20 @@ class ContextConnector(BlockCountConnector):
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         saves = self._save(request)
         self._to_find.pop(request.request_id, None)
-        asked, known = self._asked.pop(request.request_id, None), self._known.get(request.request_id)
-        if asked and known and request.status == RequestStatus.FINISHED_ERROR and not known.denied:
-            is_there, name = asked.context.path.is_file(), repr(asked.context.name)
+        context_request, known_request = self._asked.pop(request.request_id, None), self._known.get(request.request_id)
+        if (
+            context_request
+            and known_request
+            and request.status == RequestStatus.FINISHED_ERROR
+            and not known_request.denied
+        ):
+            is_there, name = context_request.context.path.is_file(), repr(context_request.context.name)
             gone = f"Context {name} was replaced or deleted before it was loaded: ask again."
-            stats.refused(known.ticket, f"Context {name} cannot be loaded: build it again." if is_there else gone)
-        if asked is not None and asked.context.owner:
-            OwnedContexts(self._library.folder, asked.context.owner).sweep(self._limit, self._used)
+            stats.refused(
+                known_request.ticket, f"Context {name} cannot be loaded: build it again." if is_there else gone
+            )
+        if context_request is not None and context_request.context.owner:
+            OwnedContexts(self._library.folder, context_request.context.owner).sweep(self._limit, self._used)
         self._loading = {digest: name for digest, name in self._loading.items() if name != request.request_id}
         super().request_finished_all_groups(request, block_ids)
         return saves, None
@@ -336,9 +349,9 @@ class ContextConnector(BlockCountConnector):
         if not ended or not self._answered or not 0 < length <= request.num_tokens or self._known[name].denied:
             del self._saves[name]
             return False
-        asked, own = self._asked.get(name), self._known[name].plan.recipe
-        recipe = None if own is None else str(own)
-        recipe = recipe if asked is None else asked.context.contents.header.recipe
+        context_request, request_recipe = self._asked.get(name), self._known[name].plan.recipe
+        recipe = None if request_recipe is None else str(request_recipe)
+        recipe = recipe if context_request is None else context_request.context.contents.header.recipe
         blocks = [block.block_id for block in self._manager.req_to_blocks[name]]
         model, tokens = self._vllm_config.model_config.model, list(request.all_token_ids[:length])
         path = self._saves[name][1]
@@ -354,7 +367,7 @@ class ContextConnector(BlockCountConnector):
     @property
     def _used(self) -> set[Path]:
         """The files that requests still load from."""
-        return {asked.context.path for asked in self._asked.values()}
+        return {context_request.context.path for context_request in self._asked.values()}
 
     @property
     def _manager(self) -> KeepManager:

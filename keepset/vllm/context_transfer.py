@@ -126,13 +126,13 @@ class ContextLoader:
             counts = zip(stored.items(), job.context.counts, strict=True)
             layers = {index: dequantized(columns, heads[None]) for (index, columns), heads in counts}
         before = job.context.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
-        own = self._counts(job).sum(1).tolist()
+        entry_counts = self._counts(job).sum(1).tolist()
         totals = dict(zip(self._group.layers, job.context.counts.sum(1).tolist(), strict=True))
         if {index: len(layer["keys"]) for index, layer in layers.items()} != totals:
             raise KeepsetError(f"{str(job.context.path)!r} does not hold as many entries as it says: build it again.")
         parts = [
             (layers[index], slice(start, start + size))
-            for index, start, size in zip(self._group.layers, before, own, strict=True)
+            for index, start, size in zip(self._group.layers, before, entry_counts, strict=True)
         ]
         names = [name for name in parts[0][0] if name in _ENTRIES or name in self._group.columns]
         return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names}
@@ -154,7 +154,7 @@ class ContextLoader:
     def _places(self, job: LoadJob, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
         layout = job.placement.layout(self._counts(job), self._block_size)
         return context_places(
-            layout, torch.tensor(job.blocks, dtype=torch.long), self._block_size, len(self._cache), own=not whole
+            layout, torch.tensor(job.blocks, dtype=torch.long), self._block_size, len(self._cache), unshared=not whole
         )
 
     def _put(self, job: LoadJob, entries: ContextColumns) -> None:
@@ -234,13 +234,13 @@ class ContextSaver:
     def _left(self, job: SaveJob) -> list[dict[int, context_files.Columns] | str]:
         """Return every rank's entries of a request, or why it has none; an empty list if another rank writes."""
         try:
-            own: dict[int, context_files.Columns] | str = self._group.export_request(job.blocks, len(job.tokens))
+            exported: dict[int, context_files.Columns] | str = self._group.export_request(job.blocks, len(job.tokens))
         except RuntimeError as error:
-            own = str(error)
+            exported = str(error)
         ranks = get_tp_group()
         if ranks.world_size == 1:
-            return [own]
-        return [_unpacked(part) for part in _gathered(_packed(own), ranks)]
+            return [exported]
+        return [_unpacked(part) for part in _gathered(_packed(exported), ranks)]
 
     def finish(self) -> set[str]:
         """Return the requests that were written or failed since the last call; their blocks may be freed."""
@@ -279,7 +279,9 @@ def _packed(part: dict[int, context_files.Columns] | str) -> Tensor:
     if isinstance(part, str):
         columns = {_LOST: torch.tensor(list(part.encode()), dtype=torch.uint8)}
     else:
-        columns = {f"{layer} {name}": column for layer, own in part.items() for name, column in own.items()}
+        columns = {
+            f"{layer} {name}": column for layer, layer_columns in part.items() for name, column in layer_columns.items()
+        }
     return torch.frombuffer(bytearray(save(columns)), dtype=torch.uint8)
 
 
@@ -294,12 +296,12 @@ def _unpacked(packed: Tensor) -> dict[int, context_files.Columns] | str:
     return part
 
 
-def _gathered(own: Tensor, ranks: GroupCoordinator) -> list[Tensor]:
+def _gathered(packed: Tensor, ranks: GroupCoordinator) -> list[Tensor]:
     """Return every rank's bytes on the first rank, and an empty list on others."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
-    torch.distributed.all_gather(sizes, torch.tensor([len(own)], dtype=torch.long), ranks.cpu_group)
-    room = own.new_zeros(max(map(int, sizes)))
-    room[: len(own)] = own
+    torch.distributed.all_gather(sizes, torch.tensor([len(packed)], dtype=torch.long), ranks.cpu_group)
+    room = packed.new_zeros(max(map(int, sizes)))
+    room[: len(packed)] = packed
     parts = [torch.empty_like(room) for _ in sizes] if ranks.is_first_rank else []
     torch.distributed.gather(room, parts or None, ranks.first_rank, ranks.cpu_group)
     return [part[: int(size)] for part, size in zip(parts, sizes, strict=False)]

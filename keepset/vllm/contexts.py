@@ -312,8 +312,8 @@ class ContextLibrary:
             self._whole.add(context.digest)
 
     def _newest_of(self, name: str, owner: str) -> SavedContext | None:
-        own = OwnedContexts(self.folder, owner).newest().get(name)
-        return self._at(own or self.folder / f"{name}{SUFFIX}", name, owner if own else "")
+        owned_path = OwnedContexts(self.folder, owner).newest().get(name)
+        return self._at(owned_path or self.folder / f"{name}{SUFFIX}", name, owner if owned_path else "")
 
     def question(self, context: SavedContext, prompt: Sequence[int]) -> tuple[list[int], bool]:
         """Return the question in the prompt of a request that names a context.
@@ -359,7 +359,7 @@ class ContextLibrary:
             tokens: the prompt's token ids.
             owner: the owner who asks.
         """
-        fitting = [each for each in self.all(owner) if each.contents.text and each.tokens < len(tokens)]
+        fitting = [context for context in self.all(owner) if context.contents.text and context.tokens < len(tokens)]
         longest, text, done = None, hashlib.sha256(), 0
         for context in sorted(fitting, key=lambda context: context.tokens):
             text.update(token_bytes(tokens[done : context.tokens]))
@@ -370,16 +370,19 @@ class ContextLibrary:
 
     def all(self, owner: str) -> list[SavedContext]:
         """Return all contexts that can be served to an owner: its own by name, then those of everybody by name."""
-        own = OwnedContexts(self.folder, owner)
-        contexts = self._in(own.folder, own.newest, owner)
-        known = {context.name for context in contexts}
-        return [*contexts, *(each for each in self._in(self.folder, self._shared, "") if each.name not in known)]
+        owned = OwnedContexts(self.folder, owner)
+        contexts = self._in(owned.folder, owned.newest, owner)
+        names = {context.name for context in contexts}
+        return [
+            *contexts,
+            *(context for context in self._in(self.folder, self._shared, "") if context.name not in names),
+        ]
 
     def refused(self, owner: str) -> dict[str, str]:
         """Return why files of an owner, or of everybody, cannot be served, by the names of their contexts."""
-        own = OwnedContexts(self.folder, owner)
+        owned = OwnedContexts(self.folder, owner)
         self.all(owner)  # reads changed files
-        return {**self._listed[self.folder][2], **self._listed[own.folder][2]}
+        return {**self._listed[self.folder][2], **self._listed[owned.folder][2]}
 
     def _shared(self) -> dict[str, Path]:
         files = (path for path in sorted(self.folder.glob(f"*{SUFFIX}")) if path.is_file())
@@ -391,11 +394,11 @@ class ContextLibrary:
         except OSError:
             version = 0
         if folder not in self._listed or self._listed[folder][0] != version:
-            contexts, refused, there = list[SavedContext](), dict[str, str](), files()
+            contexts, refused, found = list[SavedContext](), dict[str, str](), files()
             self._known = {
-                path: known for path, known in self._known.items() if path.parent != folder or path in there.values()
+                path: entry for path, entry in self._known.items() if path.parent != folder or path in found.values()
             }
-            for name, path in there.items():
+            for name, path in found.items():
                 try:
                     if (context := self._at(path, name, owner)) is not None:
                         contexts.append(context)
@@ -420,10 +423,10 @@ class ContextLibrary:
                 self._known[path] = version, self._opened(name, path, stat.st_size, owner)
             except KeepsetError as error:
                 self._known[path] = version, error
-        known = self._known[path][1]
-        if isinstance(known, KeepsetError):
-            raise known
-        return known
+        opened = self._known[path][1]
+        if isinstance(opened, KeepsetError):
+            raise opened
+        return opened
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -439,11 +442,11 @@ class ContextLibrary:
             logger.warning(
                 "The weights of %s are not stored as files: contexts are not checked against them.", model.model
             )
-        known = {} if weights is None else {"weights": weights}
+        digests = {} if weights is None else {"weights": weights}
         quantization = getattr(model.hf_config, "quantization_config", None)
         if quantization is None and model.quantization is not None:  # by vLLM, when it loads them
             quantization = {"quant_method": model.quantization}
-        return {**make(model.architecture, model.hf_text_config, dtype, quantization), **known}
+        return {**make(model.architecture, model.hf_text_config, dtype, quantization), **digests}
 
     def objection(self, name: str, contents: context_files.Contents) -> str:
         """Return why a context is not of the model as it is now; "" if it is.
@@ -458,15 +461,18 @@ class ContextLibrary:
                 f"Context {name!r} is not of this server's weights, which were changed in place: save it again by a "
                 "request, or restart the server with contexts of the new weights."
             )
-        here = f"--dtype {self.fingerprint['precision']}"
-        return differs and f"Context {name!r} is of another model, whose {differs}: build it with this one, and {here}."
+        precision = f"--dtype {self.fingerprint['precision']}"
+        return (
+            differs
+            and f"Context {name!r} is of another model, whose {differs}: build it with this one, and {precision}."
+        )
 
     def _goes_on(self, contents: context_files.Contents) -> bool:
         """Return whether requests can compress a context further: the next event reads only data that is to come."""
-        own, engine = Recipe.parse(contents.header.recipe), self._recipe
+        recipe, engine = Recipe.parse(contents.header.recipe), self._recipe
         assert contents.next_event is not None
-        same = engine is not None and (own.method, own.schedule.every) == (engine.method, engine.schedule.every)
-        return same and contents.next_event - queries_before(own) >= contents.header.tokens
+        same = engine is not None and (recipe.method, recipe.schedule.every) == (engine.method, engine.schedule.every)
+        return same and contents.next_event - queries_before(recipe) >= contents.header.tokens
 
     def _others(self, owner: str) -> str:
         names = sorted({*OwnedContexts(self.folder, owner).newest(), *self._shared()})
@@ -474,7 +480,7 @@ class ContextLibrary:
 
     def _opened(self, name: str, path: Path, nbytes: int, owner: str) -> SavedContext:
         contents, longest = context_files.contents(path), self._model.max_model_len
-        own, layers = Recipe.parse(contents.header.recipe).method, self._model.hf_text_config.num_hidden_layers
+        method, layers = Recipe.parse(contents.header.recipe).method, self._model.hf_text_config.num_hidden_layers
         if objection := self.objection(name, contents):
             raise KeepsetError(objection)
         reasons = {
@@ -491,7 +497,8 @@ class ContextLibrary:
             "it has tokens that the model does not have": any(
                 token >= self._model.get_vocab_size() for token in (*contents.opening, *contents.joint)
             ),
-            "it lacks what its recipe looks at": contents.goes_on and not {*own.traits.state_names} <= contents.columns,
+            "it lacks what its recipe looks at": contents.goes_on
+            and not {*method.traits.state_names} <= contents.columns,
             "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,
             f"it has {contents.header.tokens} tokens, and this server takes {longest} with question and answer": (
                 contents.header.tokens + 2 > longest

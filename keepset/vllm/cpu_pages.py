@@ -38,16 +38,16 @@ class CPUPages:
     """
 
     def __init__(
-        self, caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]], place: int, isa: str
+        self, caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]], layer_index: int, isa: str
     ) -> None:
         kv_cache = joined(caches)
-        blocks, self.kv_heads, self.block_size, width = caches[place].shape
+        blocks, self.kv_heads, self.block_size, width = caches[layer_index].shape
         self.head_dim = self.value_dim = width // 2
         self.entry_sizes = self.head_dim, self.value_dim
         self.slots = blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
         self.dtype, self.device, self.format = kv_cache.dtype, kv_cache.device, None
-        self._before, self._all = place * blocks * self.kv_heads, len(caches) * blocks * self.kv_heads
+        self._before, self._all = layer_index * blocks * self.kv_heads, len(caches) * blocks * self.kv_heads
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. They are
         # integers, because moving 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
         bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
@@ -171,12 +171,14 @@ def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) 
     pages.write(*rows, slots)
 
 
-def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, softmax: Softmax) -> None:
+def attend_ragged(
+    step: PlannedStep, layer_index: int, pages: Pages, query: Tensor, output: Tensor, softmax: Softmax
+) -> None:
     """Compute the attention of each head over its own entries, with biases if entries have them.
 
     Args:
         step: the step, in which heads have their own pages.
-        place: the layer's index in the group.
+        layer_index: the layer's index in the group.
         pages: the layer's cache.
         query: queries of the step, `[tokens, query_heads, head_dim]`.
         output: of the same shape; written to.
@@ -184,17 +186,17 @@ def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, ou
     """
     ragged, bias, size = step.plan.ragged, step.group.columns.bias, pages.block_size
     assert ragged is not None and ragged.tokens is not None
-    rows, layout = ragged.tokens.rows, ragged.of_layer(place)
+    rows, layout = ragged.tokens.rows, ragged.of_layer(layer_index)
     if rows is not None and len(rows.unique()) < len(rows):
-        group = ragged.group._replace(places=range(place, place + 1))
+        group = ragged.group._replace(places=range(layer_index, layer_index + 1))
         read = partial(decoded_entries, pages)
         attend_pages(query, read, size, ragged.tokens, layout, group, softmax, output, bias)
         return
     per_head = step.per_head
-    batch, buffer, kv_heads = per_head.batch(place), per_head.output_buffer(output), layout.counts.shape[2]
+    batch, buffer, kv_heads = per_head.batch(layer_index), per_head.output_buffer(output), layout.counts.shape[2]
     tables, lengths = batch.block_table, batch.seq_lens
     counts = layout.counts[: len(lengths) // kv_heads] if rows is None else layout.counts[rows]
-    before = place * pages.slots // size  # sub-pages of the layers before, from which on tables count
+    before = layer_index * pages.slots // size  # sub-pages of the layers before, from which on tables count
 
     def biases(heads: Int[Tensor, " some"], entries: int) -> Float[Tensor, "some entries"]:
         """Return the biases of some heads' first entries; entries since the event have none."""
@@ -205,7 +207,7 @@ def attend_ragged(step: PlannedStep, place: int, pages: Pages, query: Tensor, ou
 
     attend_heads(
         per_head.split(query),
-        lambda own: pages.read(own - before),
+        lambda subpages: pages.read(subpages - before),
         tables,
         lengths,
         size,
@@ -257,8 +259,8 @@ class RowsMetadata:
         ]
         if not several:
             return None
-        places, rows, lengths = torch.tensor(several, dtype=torch.long).unbind(1)
-        return PagedTokens(self.block_table, lengths, int(lengths.max()), places, rows)
+        token_indices, rows, lengths = torch.tensor(several, dtype=torch.long).unbind(1)
+        return PagedTokens(self.block_table, lengths, int(lengths.max()), token_indices, rows)
 
     def _new(self, row: int) -> int:
         return self.starts[row + 1] - self.starts[row]
@@ -313,12 +315,12 @@ class RowsImpl:
             return output
         pages = self.pages(layer, kv_cache)  # type: ignore[attr-defined]
         if len(attn_metadata.decoding):
-            tables, lengths, places = attn_metadata.heads
-            own = query[places].unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
-            attended = torch.empty_like(own)
-            softmax = self.softmax.by_query_group(len(places), self.num_kv_heads)  # type: ignore[attr-defined]
-            attend_heads(own, pages.read, tables, lengths, pages.block_size, softmax, attended, pages.format)
-            output[places] = attended.unflatten(0, (len(places), -1)).flatten(1, 2)
+            tables, lengths, token_indices = attn_metadata.heads
+            head_queries = query[token_indices].unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
+            attended = torch.empty_like(head_queries)
+            softmax = self.softmax.by_query_group(len(token_indices), self.num_kv_heads)  # type: ignore[attr-defined]
+            attend_heads(head_queries, pages.read, tables, lengths, pages.block_size, softmax, attended, pages.format)
+            output[token_indices] = attended.unflatten(0, (len(token_indices), -1)).flatten(1, 2)
         if (tokens := attn_metadata.prompts) is not None:
             whole = FiledLayouts.empty(len(attn_metadata.lengths), 1, self.num_kv_heads, query.device).layout
             blocks = pages.slots // (self.num_kv_heads * pages.block_size)

@@ -215,11 +215,11 @@ class EngineContext:
             return spec
         if self._watch is not None:
             self._watch.remove()
-        place = self._specs_made % (len(layer_ids) + sum(not leaves_alone(spec) for spec in self._drafts))
+        spec_index = self._specs_made % (len(layer_ids) + sum(not leaves_alone(spec) for spec in self._drafts))
         self._specs_made += 1
-        if place >= len(layer_ids):  # a draft model's layer; these come last
+        if spec_index >= len(layer_ids):  # a draft model's layer; these come last
             return spec
-        index = layer_ids[place]
+        index = layer_ids[spec_index]
         # Other groups of layers may have smaller blocks, which the configuration then names.
         self.block_size = spec.block_size
         ask_for_prompt_lengths(self.config)

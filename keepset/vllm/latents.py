@@ -31,9 +31,11 @@ class LatentPages(StridedPages):
         latent: numbers of a latent.
     """
 
-    def __init__(self, caches: Sequence[Shaped[Tensor, "blocks 1 block_size row"]], place: int, latent: int) -> None:
-        super().__init__(caches, place)
-        self.head_dim, self.value_dim = caches[place].shape[3], latent
+    def __init__(
+        self, caches: Sequence[Shaped[Tensor, "blocks 1 block_size row"]], layer_index: int, latent: int
+    ) -> None:
+        super().__init__(caches, layer_index)
+        self.head_dim, self.value_dim = caches[layer_index].shape[3], latent
         self.entry_sizes = latent, self.head_dim - latent
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
@@ -78,9 +80,9 @@ class LatentImpl(CompressedImpl):
         """The number of query heads of the layer, which all share one row for each entry."""
         return self.num_heads
 
-    def belong_to(self, layers: Sequence[Any], place: int, current: CurrentStep) -> None:
-        super().belong_to(layers, place, current)
-        self._layer = layers[place]  # vLLM does not pass it to all methods
+    def belong_to(self, layers: Sequence[Any], layer_index: int, current: CurrentStep) -> None:
+        super().belong_to(layers, layer_index, current)
+        self._layer = layers[layer_index]  # vLLM does not pass it to all methods
 
     @property
     def unrotated(self) -> int:  # type: ignore[override]
@@ -155,10 +157,10 @@ class LatentImpl(CompressedImpl):
 
     def _attend_ragged(self, layer: Any, step: PlannedStep, queries: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute the attention of tokens if the layer has its own entries."""
-        ragged, place, pages = step.plan.ragged, self._place, self.pages(layer, kv_cache)
+        ragged, layer_index, pages = step.plan.ragged, self._place, self.pages(layer, kv_cache)
         assert ragged is not None and ragged.tokens is not None and isinstance(pages, LatentPages)
-        tokens, layout, size = ragged.tokens, ragged.of_layer(place), self.kv_lora_rank
-        paged_attention(queries, pages.caches, place, tokens, layout, self.softmax, output, value_dim=size)
+        tokens, layout, size = ragged.tokens, ragged.of_layer(layer_index), self.kv_lora_rank
+        paged_attention(queries, pages.caches, layer_index, tokens, layout, self.softmax, output, value_dim=size)
 
     def _finish(self, metadata: Any, *first: Tensor) -> None:
         """Record the queries of a step: `first`, those of its first tokens, and the kept ones of prompts."""

@@ -115,10 +115,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._catch_up()
         for name, request in self._drafting.items():
             if request.spec_token_ids:
-                schedule, known = self.schedule_of(name), request.num_tokens
+                schedule, length = self.schedule_of(name), request.num_tokens
                 most = schedule.draftable(request.num_prompt_tokens, request.num_computed_tokens)
                 if most is not None:
-                    request.spec_token_ids = request.spec_token_ids[: max(most - known, 0)]
+                    request.spec_token_ids = request.spec_token_ids[: max(most - length, 0)]
 
     def _catch_up(self) -> Admission | None:
         """Tell the forecast which requests went on; return it, if there is one."""
@@ -143,8 +143,12 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def _prompt_of(self, request: Request) -> int:
         """Return how many tokens count as a request's prompt."""
-        own = self._own.get(request.request_id)
-        return request.num_prompt_tokens if own is None or own.plan.prompt is None else own.plan.prompt
+        request_state = self._own.get(request.request_id)
+        return (
+            request.num_prompt_tokens
+            if request_state is None or request_state.plan.prompt is None
+            else request_state.plan.prompt
+        )
 
     def reserve(self, request_id: str) -> int:
         """Take a free block as the first of a waiting request, and return its id; there must be a free block."""
@@ -172,28 +176,32 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         """
         if num_prompt_tokens is None:
             return
-        known = self._requests.get(request_id)
-        if known is not None and processed_computed_tokens < known.next_release and num_prompt_tokens == known.prompt:
-            known.length = processed_computed_tokens
+        running = self._requests.get(request_id)
+        if (
+            running is not None
+            and processed_computed_tokens < running.next_release
+            and num_prompt_tokens == running.prompt
+        ):
+            running.length = processed_computed_tokens
             self._went_on.append((request_id, processed_computed_tokens))
             return
-        if known is None:
-            known = RunningRequest(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
+        if running is None:
+            running = RunningRequest(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
             if request_id not in self.req_to_blocks:  # it does not run until it gets blocks
-                self._coming = request_id, known
+                self._coming = request_id, running
                 return
-            self._requests[request_id] = known
-        if known.prompt != num_prompt_tokens:
+            self._requests[request_id] = running
+        if running.prompt != num_prompt_tokens:
             raise UnsupportedEngineError(
                 "keepset cannot serve requests whose prompt grows while they run (streaming input)."
             )
-        known.length, schedule = processed_computed_tokens, known.schedule
+        running.length, schedule = processed_computed_tokens, running.schedule
         if (admission := self._catch_up()) is not None:
-            admission.update(request_id, known.prompt, known.length, schedule, self._most.get(request_id))
-        if known.length >= known.next_release:
-            self.release(request_id, schedule.freed(known.prompt, known.length))
-            event = schedule.next_event(known.prompt, known.length)
-            known.next_release = math.inf if event is None else event
+            admission.update(request_id, running.prompt, running.length, schedule, self._most.get(request_id))
+        if running.length >= running.next_release:
+            self.release(request_id, schedule.freed(running.prompt, running.length))
+            event = schedule.next_event(running.prompt, running.length)
+            running.next_release = math.inf if event is None else event
 
     def release(self, request_id: str, blocks: int) -> None:
         if blocks > 0:
@@ -209,12 +217,14 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             return max(-(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id]), 0)
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
-        own = self._own.get(request_id)
-        begins_with_context = own is not None and own.placement is not None  # most of its tokens have no block
+        request_state = self._own.get(request_id)
+        begins_with_context = (
+            request_state is not None and request_state.placement is not None
+        )  # most of its tokens have no block
         if not kwargs.get("apply_admission_cap") or begins_with_context or (admission := self._catch_up()) is None:
             return needed
-        held, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
-        return admission.required_blocks(num_tokens, needed, held, schedule, self._most.get(request_id))
+        blocks_of, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
+        return admission.required_blocks(num_tokens, needed, blocks_of, schedule, self._most.get(request_id))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """Allocate blocks as vLLM does, after the reserved one; from now on the request runs."""
@@ -251,9 +261,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def leave(self, request_id: str) -> None:
         """Forget how a request is compressed differently from others, and its context if no other request has it."""
-        own = self._own.pop(request_id, None)
-        first = None if own is None else own.first_hash
-        if first is not None and all(first != other.first_hash for other in self._own.values()):
+        request_state = self._own.pop(request_id, None)
+        first = None if request_state is None else request_state.first_hash
+        if first is not None and all(first != remaining.first_hash for remaining in self._own.values()):
             self._prefixes.pop(first, None)
 
     def begin(
@@ -283,10 +293,12 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         running = self._requests[request.request_id]
         if running.is_offered:
             return
-        if (own := self._own.get(request.request_id)) is not None:
+        if (request_state := self._own.get(request.request_id)) is not None:
             # Hashes of a request's tokens do not depend on its budget, but those of a context begin with its digest.
-            if own.placement is not None and own.placement.shared:
-                super().cache_blocks(request, min(num_tokens, own.placement.own * self.block_size), *args, **kwargs)
+            if request_state.placement is not None and request_state.placement.shared:
+                super().cache_blocks(
+                    request, min(num_tokens, request_state.placement.own * self.block_size), *args, **kwargs
+                )
             return
         if num_tokens >= request.num_prompt_tokens:
             # If it is preempted after this it starts again, and its prompt then includes the answer. How much may be
@@ -301,17 +313,17 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         running.is_offered = num_tokens >= request.num_prompt_tokens and offered == untouched
 
     @classmethod
-    def find_longest_cache_hit(cls, *, max_length: int, kv_cache_spec: Any, **others: Any) -> Any:  # type: ignore[override]
+    def find_longest_cache_hit(cls, *, max_length: int, kv_cache_spec: Any, **arguments: Any) -> Any:  # type: ignore[override]
         """Return the cached blocks of a prompt's beginning: a context's, or those that its compression does not change.
 
         `max_length` is the tokens of the prompt but the last.
         """
-        hashes = others["block_hashes"]
+        hashes = arguments["block_hashes"]
         placement = kv_cache_spec.contexts.get(hashes[0]) if len(hashes) else None
         if placement is not None:
-            pool, blocks = others["block_pool"], [others["block_pool"].null_block] * placement.first
+            pool, blocks = arguments["block_pool"], [arguments["block_pool"].null_block] * placement.first
             for block_hash in hashes[placement.first : placement.own]:
-                cached = pool.get_cached_block(block_hash, others["kv_cache_group_ids"])
+                cached = pool.get_cached_block(block_hash, arguments["kv_cache_group_ids"])
                 if not cached:
                     break
                 blocks += cached
@@ -319,4 +331,4 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         prompt = max_length + 1  # vLLM always recomputes a prompt's last token
         shareable = kv_cache_spec.schedule.shareable(prompt)
         length = max_length if shareable is None else min(max_length, shareable)
-        return super().find_longest_cache_hit(max_length=length, kv_cache_spec=kv_cache_spec, **others)
+        return super().find_longest_cache_hit(max_length=length, kv_cache_spec=kv_cache_spec, **arguments)

@@ -89,8 +89,8 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str], 
     """
     config = context.config
     layers = [config.compilation_config.static_forward_context[name] for name in names]
-    for place, layer in enumerate(layers):
-        layer.impl.belong_to(layers, place, current)
+    for layer_index, layer in enumerate(layers):
+        layer.impl.belong_to(layers, layer_index, current)
     projections, rotary = [context.projections[name] for name in names] if context.projections else [], None
     if context.recipe.method.traits.needs.unrotated:
         model = config.model_config
@@ -105,9 +105,9 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str], 
 
 def _softmax(layers: Sequence[Any]) -> Softmax:
     """Return the layers' softmax."""
-    own: list[Softmax] = [layer.impl.softmax for layer in layers]
-    sinks = [each.sinks for each in own if each.sinks is not None]
-    return replace(own[0], sinks=torch.stack(sinks).float() if sinks else None)
+    softmaxes: list[Softmax] = [layer.impl.softmax for layer in layers]
+    sinks = [softmax.sinks for softmax in softmaxes if softmax.sinks is not None]
+    return replace(softmaxes[0], sinks=torch.stack(sinks).float() if sinks else None)
 
 
 def _pages(layer: Any) -> Pages:
@@ -162,7 +162,7 @@ class KeepBuilder:
         """Return vLLM's support for CUDA graphs, limited to decode steps if heads keep different numbers of entries."""
         support: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         if isinstance(kv_cache_spec, KeepSpec) and kv_cache_spec.schedule.ragged:
-            return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda each: each.value)
+            return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda level: level.value)
         return support
 
     def build(

@@ -33,8 +33,8 @@ class ModelWeights:
 
     def change(self) -> str:
         """Return a digest of the weights if they were changed since `begin`; "" if not."""
-        now = self._digest()
-        return "" if now == self._first else now
+        digest = self._digest()
+        return "" if digest == self._first else digest
 
     def _digest(self) -> str:
         parents, digest = list(self._parents), hashlib.sha256()

@@ -86,20 +86,22 @@ class VLLMQueryProjection(QueryProjection):
             UnsupportedModelError: the module needs more than hidden states and positions.
         """
         rows = hidden.flatten(0, 1)
-        given = {"hidden_states": rows, "positions": positions.flatten(), "output": torch.empty_like(rows)}
-        needed = [name for name, each in self._parameters.parameters.items() if each.default is each.empty]
-        known = {name: value for name, value in given.items() if name in self._parameters.parameters}
-        if "hidden_states" not in known or not {name for name in needed if name != "kwargs"} <= known.keys():
+        candidates = {"hidden_states": rows, "positions": positions.flatten(), "output": torch.empty_like(rows)}
+        needed = [
+            name for name, parameter in self._parameters.parameters.items() if parameter.default is parameter.empty
+        ]
+        arguments = {name: value for name, value in candidates.items() if name in self._parameters.parameters}
+        if "hidden_states" not in arguments or not {name for name in needed if name != "kwargs"} <= arguments.keys():
             raise UnsupportedModelError(
                 f"keepset does not know how to call {type(self._module()).__name__} under vLLM: {_OTHERS}."
             )
         layer = self._layer()
         layer.forward = _capture
         try:
-            self._module().forward(**known)
+            self._module().forward(**arguments)
         except _CapturedError as captured:
-            made: Tensor = layer.impl.queries_of(captured.query.reshape(len(rows), -1))
-            return made.unflatten(0, hidden.shape[:2]).transpose(1, 2)
+            queries: Tensor = layer.impl.queries_of(captured.query.reshape(len(rows), -1))
+            return queries.unflatten(0, hidden.shape[:2]).transpose(1, 2)
         finally:
             del layer.forward
         raise UnsupportedModelError(f"keepset does not find the queries of {type(layer).__name__}: {_OTHERS}.")
@@ -143,9 +145,9 @@ def find_rotation(
     return rotary
 
 
-def _equal(rope: Any, other: Any) -> bool:
-    return rope.is_neox_style == other.is_neox_style and (
-        rope is other or torch.equal(rope.cos_sin_cache, other.cos_sin_cache)
+def _equal(rope: Any, other_rope: Any) -> bool:
+    return rope.is_neox_style == other_rope.is_neox_style and (
+        rope is other_rope or torch.equal(rope.cos_sin_cache, other_rope.cos_sin_cache)
     )
 
 

@@ -178,11 +178,11 @@ def _nearest(method: Method, limits: EngineLimits, missing: list[str]) -> Method
     return SnapKV()
 
 
-def _serves(own: Traits, limits: EngineLimits) -> bool:
+def _serves(traits: Traits, limits: EngineLimits) -> bool:
     """Return whether a step of a recipe can be served, given its own traits."""
-    if own.needs.unrotated and not limits.one_rotation:
+    if traits.needs.unrotated and not limits.one_rotation:
         return False
-    return not [*unserved(own, limits), *lacking(own, limits)]
+    return not [*unserved(traits, limits), *lacking(traits, limits)]
 
 
 def one_rotation(config: Mapping[str, Any]) -> bool:

@@ -110,7 +110,7 @@ class RequestOptions:
     @property
     def kinds(self) -> list[str]:
         """The kinds of tokens that the request protects, image or text."""
-        return [each for each in self.protect if isinstance(each, str)]
+        return [kind for kind in self.protect if isinstance(kind, str)]
 
     @property
     def is_own(self) -> bool:
@@ -146,35 +146,35 @@ class RequestOptions:
         budget = engine.budget
         if self.has_budget:
             budget = replace(budget, keep=self.keep, bytes=self.bytes, short=0)
-        own = replace(engine, budget=replace(budget, protect=(*budget.protect, *self.protect)))
-        return own.require_budget().located(images)
+        merged = replace(engine, budget=replace(budget, protect=(*budget.protect, *self.protect)))
+        return merged.require_budget().located(images)
 
 
-def parse_options(given: Any) -> RequestOptions:
+def parse_options(options: Any) -> RequestOptions:
     """Return the options that a client gives.
 
     Args:
-        given: the client's object, or its JSON text.
+        options: the client's object, or its JSON text.
 
     Raises:
         KeepsetError: it is something else, an option is unknown or out of range, or the object is too large.
     """
-    fields = _fields(given)
+    fields = _fields(options)
     if fields is None:
-        raise KeepsetError(f"{KEY} is {shortened(given)}: {_ADVICE}.")
-    known = {field.name for field in dataclasses.fields(RequestOptions)}
-    for name in fields.keys() - known:
-        raise KeepsetError(f"{KEY} has no option {shortened(name)}{nearest(name, known - {*_FRONT_END})}")
+        raise KeepsetError(f"{KEY} is {shortened(options)}: {_ADVICE}.")
+    names = {field.name for field in dataclasses.fields(RequestOptions)}
+    for name in fields.keys() - names:
+        raise KeepsetError(f"{KEY} has no option {shortened(name)}{nearest(name, names - {*_FRONT_END})}")
     for name in _FRONT_END:
         if name in fields:
             raise KeepsetError(f"{KEY}: the API key decides who owns contexts: leave {name} out.")
     return RequestOptions(**fields)
 
 
-def _fields(given: Any) -> dict[str, Any] | None:
+def _fields(options: Any) -> dict[str, Any] | None:
     """Return an object's fields; None if it is no object, has no fields, or a field is null."""
     try:
-        text = given if isinstance(given, str) else json.dumps(given)
+        text = options if isinstance(options, str) else json.dumps(options)
         size = len(text.encode(errors="replace"))
         if size > MAX_BYTES:
             raise KeepsetError(f"{KEY} has {size} bytes: give at most {MAX_BYTES}.")
@@ -224,13 +224,13 @@ def _signature(text: str) -> str:
     return hmac.new(key, text.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
 
-def from_signed(given: Any) -> RequestOptions:
+def from_signed(text: Any) -> RequestOptions:
     """Return the options that `RequestOptions.to_signed` has signed.
 
     Args:
-        given: the signed text.
+        text: the signed text.
 
     Raises:
         KeepsetError: the text is something else, or was not signed with this server's key.
     """
-    return RequestOptions(**json.loads(verified(given)))
+    return RequestOptions(**json.loads(verified(text)))

@@ -47,10 +47,10 @@ _WHOLE = "adakv(streaming_llm, keep=1.0)"
 """The recipe of an engine that only serves contexts: nothing is dropped, and each head has its own pages."""
 
 
-def has_connector(config: VllmConfig, own: dict[str, str]) -> bool:
-    """Return whether a configuration has keepset's KV connector `own`: `CONNECTOR` or `CONTEXT_CONNECTOR`."""
+def has_connector(config: VllmConfig, connector: dict[str, str]) -> bool:
+    """Return whether a configuration has keepset's KV connector `connector`: `CONNECTOR` or `CONTEXT_CONNECTOR`."""
     transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector_module_path == own["kv_connector_module_path"]
+    return transfer is not None and transfer.kv_connector_module_path == connector["kv_connector_module_path"]
 
 
 def _additional(config: VllmConfig | None) -> dict[str, Any]:

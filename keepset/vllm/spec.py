@@ -62,10 +62,10 @@ class KeepSpec(FullAttentionSpec):
     alone: bool
 
     @staticmethod
-    def wrap(spec: FullAttentionSpec, **more: Any) -> KeepSpec:
+    def wrap(spec: FullAttentionSpec, **values: Any) -> KeepSpec:
         """Return vLLM's own spec with keepset's fields, given by name."""
         kind = KeepLatentSpec if isinstance(spec, MLAAttentionSpec) else KeepSpec
-        return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)}, **more)
+        return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)}, **values)
 
     @cached_property
     def schedule(self) -> EvictionSchedule:
@@ -147,8 +147,8 @@ class Shape:
 
 def column_bytes(numbers: int, pool: int, entry_bytes: int) -> int:
     """Return the bytes of columns with `numbers` numbers per entry; `pool` is the bytes of cache and columns."""
-    beside = numbers * COLUMN_BYTES
-    return pool * beside // (entry_bytes + beside)
+    extra_bytes = numbers * COLUMN_BYTES
+    return pool * extra_bytes // (entry_bytes + extra_bytes)
 
 
 def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
@@ -240,5 +240,5 @@ class QueryBuffers:
         """Return the index of a group's first layer in the buffers."""
         if layers[0] not in self._places:
             first = len(self._places)
-            self._places |= {name: first + place for place, name in enumerate(layers)}
+            self._places |= {name: first + index for index, name in enumerate(layers)}
         return self._places[layers[0]]

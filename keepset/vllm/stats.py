@@ -47,11 +47,11 @@ _SENTENCE = 1000
 _REFUSAL = np.dtype([("number", "i8"), ("ticket", "S32"), ("why", f"S{_SENTENCE}")])
 
 
-def count(**more: float) -> None:
+def count(**increments: float) -> None:
     """Add to this process's counters, which are given by name."""
     counters = _array("counters", _COUNTER, 1)
     shared = _shared_metrics()
-    for name, value in more.items():
+    for name, value in increments.items():
         counters[name] += value
         if name in shared:
             shared[name].inc(value)
@@ -88,9 +88,13 @@ def serving(recipe: str | None) -> None:
 def context_used(name: str, loaded: bool) -> None:
     """Count a request that begins with a context; `loaded` says whether its pages came from the file."""
     rows = _array("contexts", _CONTEXT, _ROWS)
-    places = np.flatnonzero((rows["name"] == name.encode()) | (rows["name"] == b""))
-    if len(places):
-        rows[places[0]] = (name.encode(), rows["requests"][places[0]] + 1, rows["loads"][places[0]] + loaded)
+    row_indices = np.flatnonzero((rows["name"] == name.encode()) | (rows["name"] == b""))
+    if len(row_indices):
+        rows[row_indices[0]] = (
+            name.encode(),
+            rows["requests"][row_indices[0]] + 1,
+            rows["loads"][row_indices[0]] + loaded,
+        )
 
 
 def contexts() -> dict[str, dict[str, int]]:

@@ -57,8 +57,8 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
     """
     if changes := list(_of_version(config)):  # the other checks need this version's configuration
         raise UnsupportedEngineError(refusal(recipe, changes))
-    own = *unserved(recipe.method.traits, limits_of(config)), *_of_config(config, recipe), *_of_ranks(config, recipe)
-    reasons = [*objections(recipe), *own]
+    unmet = *unserved(recipe.method.traits, limits_of(config)), *_of_config(config, recipe), *_of_ranks(config, recipe)
+    reasons = [*objections(recipe), *unmet]
     if needed := list(_lacking(config, recipe)):
         reasons += [*needed, how_to_start(config, recipe)]
     if reasons:
@@ -69,8 +69,10 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
 
 def refusal(recipe: Recipe, reasons: Sequence[str]) -> str:
     """Return one message with all reasons why a recipe is not served."""
-    first, *others = reasons
-    return " ".join([f"keepset cannot serve {recipe}: {first}", *(other[0].upper() + other[1:] for other in others)])
+    first, *remaining = reasons
+    return " ".join(
+        [f"keepset cannot serve {recipe}: {first}", *(reason[0].upper() + reason[1:] for reason in remaining)]
+    )
 
 
 def _of_version(config: VllmConfig) -> Iterator[str]:
@@ -113,12 +115,12 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 def _of_connectors(config: VllmConfig) -> Iterator[str]:
     """Yield why another connector cannot run: it would store and load compressed pages as if they were whole."""
-    own = CONNECTOR if contexts_of(config) is None else CONTEXT_CONNECTOR
+    connector = CONNECTOR if contexts_of(config) is None else CONTEXT_CONNECTOR
     transfer = config.kv_transfer_config
-    if transfer is not None and not has_connector(config, own):
+    if transfer is not None and not has_connector(config, connector):
         yield (
-            f"the only KV connector that is served here is keepset's {own['kv_connector']}, because others move whole "
-            f"caches; leave {transfer.kv_connector} out of kv_transfer_config."
+            f"the only KV connector that is served here is keepset's {connector['kv_connector']}, because others move "
+            f"whole caches; leave {transfer.kv_connector} out of kv_transfer_config."
         )
 
 
@@ -162,10 +164,10 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     yield from lacking(recipe.method.traits, limits_of(config))
     if contexts_of(config) is None and caches_prefixes and not one_table(recipe):
         yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
-    told = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
-    if not told and config.speculative_config is not None and recipe.schedule.every is not None:
+    connected = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
+    if not connected and config.speculative_config is not None and recipe.schedule.every is not None:
         yield "drafts must end before events, which a KV connector sees to; none is given."
-    if not told and config.model_config.is_multimodal_model:
+    if not connected and config.model_config.is_multimodal_model:
         if recipe.budget.kinds:
             yield "a KV connector must tell where each request's images are; none is given."
         elif rotates(recipe) and config.model_config.uses_mrope:
@@ -179,13 +181,16 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 def how_to_start(config: VllmConfig, recipe: Recipe) -> str:
     """Return a sentence that says what to write instead."""
     contexts = contexts_of(config)
-    own = None if contexts is not None and not is_compressed(config) else recipe
+    served_recipe = None if contexts is not None and not is_compressed(config) else recipe
     options = ", ".join(
-        [*([repr(str(own))] if own is not None else []), *([f"contexts={str(contexts)!r}"] if contexts else [])]
+        [
+            *([repr(str(served_recipe))] if served_recipe is not None else []),
+            *([f"contexts={str(contexts)!r}"] if contexts else []),
+        ]
     )
     return (
         f"write LLM(model, **keepset.vllm.settings({options})), or start vllm serve MODEL with "
-        f"{serve_options(own, contexts=contexts)}"
+        f"{serve_options(served_recipe, contexts=contexts)}"
     )
 
 
@@ -278,14 +283,14 @@ def leaves_alone(spec: KVCacheSpec | None) -> bool:
     return False
 
 
-def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], others: Sequence[KVCacheSpec]) -> None:
+def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], other_specs: Sequence[KVCacheSpec]) -> None:
     """Refuse a model whose layers cannot be served together.
 
     Args:
         config: vLLM's configuration.
         recipe: its recipe.
         layers: vLLM's layers that are compressed.
-        others: the kinds of the other layers' caches.
+        other_specs: the kinds of the other layers' caches.
 
     Raises:
         UnsupportedEngineError: vLLM's configuration is the reason.
@@ -296,7 +301,7 @@ def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], othe
             f"keepset cannot serve {recipe}: all layers of the model have windows, chunks or recurrent states, so "
             "there is nothing to compress; serve the model without a recipe."
         )
-    if reasons := list(_of_others(config, recipe, others)):
+    if reasons := list(_of_others(config, recipe, other_specs)):
         raise UnsupportedEngineError(refusal(recipe, reasons))
     shapes = {(layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size) for layer in layers}
     if len(shapes) > 1:
@@ -306,18 +311,18 @@ def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], othe
         )
 
 
-def _of_others(config: VllmConfig, recipe: Recipe, others: Sequence[KVCacheSpec]) -> Iterator[str]:
+def _of_others(config: VllmConfig, recipe: Recipe, other_specs: Sequence[KVCacheSpec]) -> Iterator[str]:
     """Yield what is not served beside layers that are left alone."""
-    if not others:
+    if not other_specs:
         return
     if contexts_of(config) is not None:
         yield "contexts hold layers that attend to all tokens, and the model has others; leave contexts out."
     if config.parallel_config.pipeline_parallel_size > 1:
         yield "a pipeline's stage does not know which layers of other stages are compressed; use tensor parallelism."
-    dtype, attention = config.cache_config.cache_dtype, any(isinstance(spec, AttentionSpec) for spec in others)
+    dtype, attention = config.cache_config.cache_dtype, any(isinstance(spec, AttentionSpec) for spec in other_specs)
     if attention and dtype not in WHOLE and current_platform.is_cpu():
         yield f"on CPUs the model's other layers cannot read a KV cache of kind {dtype}; leave kv_cache_dtype out."
-    if config.kv_transfer_config is None and any(isinstance(spec, MambaSpec) for spec in others):
+    if config.kv_transfer_config is None and any(isinstance(spec, MambaSpec) for spec in other_specs):
         yield "with recurrent layers a KV connector must have pages packed in time; none is given."
         yield how_to_start(config, recipe)
 
