@@ -4,6 +4,7 @@ import argparse
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 from harness import progress
 from harness.options import names
@@ -44,7 +45,7 @@ def main() -> None:
                 for part in ("step", "host"):
                     values = [each[side][part] for each in rounds]
                     ratio = ratios(values, [each[0][part] for each in rounds])
-                    row += [f"{sorted(values)[len(values) // 2]:.2f}", shown(ratio)]
+                    row += [f"{median(values):.2f}", shown(ratio)]
                     record |= {part: values, f"{part}_ratio": ratio and ratio.as_json()}
                 rows.append([*row, f"{counts[side]:.0f}"])
                 figures.append({"layers": layers, "requests": requests, "calls": counts[side], **record})

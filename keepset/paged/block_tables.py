@@ -33,11 +33,6 @@ class BlockTables(ABC):
         """Return when a request is compressed."""
         return request.own or self.schedule
 
-    def was_compressed(self, request: ScheduledRequest) -> bool:
-        """Return whether a request was compressed before this step."""
-        schedule = self.schedule_of(request)
-        return request.after_context or schedule.was_compressed(request.prompt, request.before)
-
     @abstractmethod
     def place_step(self, batch: StepBatch, courses: StepCourses, plan: StepPlan, eventful: bool) -> None:
         """Place a step's tokens: alter the slot mapping, and give attention the entries' blocks.

@@ -36,10 +36,10 @@ class RequestCourses:
     Args:
         schedule: when requests are compressed.
         quiet_until: says up to how many tokens a step may lead a request if nothing is to be recorded; its arguments
-            are tokens of the prompt, and tokens before the step.
+            are tokens of the prompt, tokens before the step, and tokens at the next event.
     """
 
-    def __init__(self, schedule: EvictionSchedule, quiet_until: Callable[[EvictionSchedule, int, int], int]) -> None:
+    def __init__(self, schedule: EvictionSchedule, quiet_until: Callable[[int, int, int], int]) -> None:
         self._schedule, self._quiet_until = schedule, quiet_until
         self._numbers = np.zeros((6, 0), dtype=np.int64)
 
@@ -66,11 +66,10 @@ class RequestCourses:
         schedule, prompt, before = request.own or self._schedule, request.prompt, request.before
         begin, event = schedule.newest_event(prompt, before), schedule.next_event(prompt, before)
         until = _NEVER if event is None else event
-        quiet = min(until - 1, self._quiet_until(schedule, prompt, before))
-        compressed = request.after_context or schedule.was_compressed(prompt, before)
-        if request.own is not None or request.after_context:
-            prompt = -1  # another request with as many tokens has another course
-        return prompt, begin, quiet, until, schedule.dropped(request.prompt, before), int(compressed)
+        quiet = _NEVER if event is None else self._quiet_until(prompt, before, event)
+        facts = schedule.dropped(prompt, before), int(schedule.was_compressed(prompt, before))
+        known_prompt = prompt if request.own is None else -1  # others with as many tokens have another course
+        return known_prompt, begin, quiet, until, *facts
 
 
 _NEVER = 1 << 62

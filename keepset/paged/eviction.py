@@ -63,11 +63,11 @@ class EvictionSchedule:
         value_dim: numbers of a value; None: as many as of a key.
         off: whether nothing is ever compressed.
         per_head: whether heads are attended as if they kept different numbers of entries, even if they do not.
-        counted: False if the number of dropped entries does not follow from lengths, whatever the recipe.
+        after_context: whether requests begin with a context. Then lengths do not say how many entries were dropped.
         next_event: the first event after the tokens that a request begins with; None if its prompt tells its events.
 
     Attributes:
-        recipe, layers, kv_heads, block_size: as given.
+        recipe, layers, kv_heads, block_size, after_context: as given.
         fixed: False if counts come from the data: then it is not known how many entries are dropped.
         ragged: whether heads keep different numbers of entries, or are attended as if they did. The latter is so if
             entries have biases, which no engine adds.
@@ -86,12 +86,12 @@ class EvictionSchedule:
         value_dim: int | None = None,
         off: bool = False,
         per_head: bool = False,
-        counted: bool = True,
+        after_context: bool = False,
         next_event: int | None = None,
     ) -> None:
         self.recipe, self.block_size, self._off = recipe, block_size, off
-        self._next_event = next_event
-        self.fixed = recipe.method.traits.fixed_total and counted
+        self.after_context, self._next_event = after_context, next_event
+        self.fixed = recipe.method.traits.fixed_total and not after_context
         equal = recipe.method.traits.equal_heads or kv_heads == 1
         self.ragged = per_head or not (self.fixed and equal) or recipe.method.traits.biased
         self.whole_prompt = bool(Accumulators(recipe.method.traits.needs))
@@ -117,7 +117,7 @@ class EvictionSchedule:
                 value_dim=self._value_dim,
                 off=plan.recipe is None,
                 per_head=self.ragged,
-                counted=not plan.after_context,
+                after_context=plan.after_context,
                 next_event=plan.next_event,
             )
         return self._others[plan]
@@ -197,7 +197,7 @@ class EvictionSchedule:
 
     def was_compressed(self, prompt: int, length: int) -> bool:
         """Return whether a request of `length` tokens was compressed, or may have been if counts come from the data."""
-        return (self.dropped if self.fixed else self.newest_event)(prompt, length) > 0
+        return self.after_context or (self.dropped if self.fixed else self.newest_event)(prompt, length) > 0
 
     def freed(self, prompt: int, length: int) -> int:
         """Return how many leading blocks of the request are empty."""
@@ -296,7 +296,7 @@ def _room(layers: int, groups: int) -> int:
     least, larger = divmod(layers, groups)
     if not larger or least + 1 < 1.5 * least:
         return groups * (least + bool(larger))
-    return least * (groups - larger + larger * -(-(least + 1) // least))
+    return least * (groups + larger)  # each of the larger ones takes two
 
 
 class OccupiedPages(NamedTuple):

@@ -117,7 +117,7 @@ class Planner:
         for request in active:
             schedule = self.tables.schedule_of(request)
             if at := schedule.due(request.prompt, request.before, request.after):
-                compressed, newer = self.tables.was_compressed(request), request.after - at
+                compressed, newer = schedule.was_compressed(request.prompt, request.before), request.after - at
                 key = newer, compressed, at == request.prompt, self.tables.event_key(request)
                 kinds[_EventKind(schedule.recipe, schedule.fixed, *key)].append(request)
         for kind, requests in kinds.items():

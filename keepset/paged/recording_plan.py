@@ -238,9 +238,6 @@ class _Window(NamedTuple):
     begins: int
 
 
-_NEVER = 1 << 62
-
-
 class RecordingPlanner:
     """Plans which queries the layers of a group record.
 
@@ -261,17 +258,16 @@ class RecordingPlanner:
         self._by_row: dict[int, QueryRecord] = {}
         self._ended: list[QueryRecord] = []
 
-    def quiet_until(self, schedule: EvictionSchedule, prompt: int, before: int) -> int:
+    def quiet_until(self, prompt: int, before: int, event: int) -> int:
         """Return up to how many tokens a step may lead a request so that nothing of it is recorded.
 
         Args:
-            schedule: when the request is compressed.
             prompt: tokens of its prompt.
-            before: its tokens before the step. There is no event up to the returned number.
+            before: its tokens before the step.
+            event: tokens at its next event, which the step does not reach either.
         """
-        event = schedule.next_event(prompt, before)
-        if not self._records or event is None:
-            return _NEVER
+        if not self._records:
+            return event - 1
         if self._collects and before < prompt:
             return 0  # every chunk of a prompt is collected
         return min(event - 1, self._begins(prompt, event))

@@ -90,7 +90,7 @@ class RequestTable:
         if plan is None:
             return request
         prompt = request.prompt if plan.prompt is None else plan.prompt
-        return replace(request, prompt=prompt, after_context=plan.after_context, own=self._schedule.of_plan(plan))
+        return replace(request, prompt=prompt, own=self._schedule.of_plan(plan))
 
     def records(
         self,

@@ -26,7 +26,6 @@ class ScheduledRequest:
         first_query, end_query: the range of its tokens among the step's queries, the end exclusive.
         prompt: tokens of its prompt.
         before, after: its tokens before and after this step.
-        after_context: whether it began with a context from a file.
         own: when it is compressed, if not by the group's schedule.
     """
 
@@ -36,7 +35,6 @@ class ScheduledRequest:
     prompt: int
     before: int
     after: int
-    after_context: bool = False
     own: EvictionSchedule | None = None
 
 

@@ -128,6 +128,12 @@ def images_of(request: Request) -> Ranges | None:
     return runs(sorted(token_indices))
 
 
+def hash_again(request: Request, salt: str | None) -> None:
+    """Hash a request's blocks with another salt, from which it depends who may share them."""
+    request.cache_salt, request.block_hashes = salt, []
+    request.update_block_hashes()
+
+
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     """The KV connector of recipes whose counts come from the data, and of requests with their own budgets."""
 
@@ -274,9 +280,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         for manager in self._managers:
             manager.settle(request.request_id, known_request.plan)
         # It may not share pages with requests that have another budget.
-        request.cache_salt = f"keepset {self._salt} {request.request_id}"
-        request.block_hashes = []
-        request.update_block_hashes()
+        hash_again(request, f"keepset {self._salt} {request.request_id}")
         request.skip_reading_prefix_cache = False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

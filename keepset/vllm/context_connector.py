@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from keepset.errors import KeepsetError
 from keepset.paged.contexts import ContextPlacement
 from keepset.vllm import stats
-from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage
+from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage, hash_again
 from keepset.vllm.context_transfer import ContextLoader, ContextSaver, LoadJob, SaveJob, at_rest
 from keepset.vllm.contexts import ContextLibrary, OwnedContexts, SavedContext, check_save, queries_before
 from keepset.vllm.engine_context import active
@@ -157,10 +157,8 @@ class ContextConnector(BlockCountConnector):
         for name in self._under_way:
             self._saves.pop(name, None)  # entries of both
         for name, context_request in self._asked.items():
-            known_request, sentence = (
-                self._known[name],
-                self._library.objection(context_request.context.name, context_request.context.contents),
-            )
+            known_request, context = self._known[name], context_request.context
+            sentence = self._library.objection(context.name, context.contents)
             if sentence and not known_request.denied:
                 logger.error("Request %s: %s", name, sentence)
                 stats.refused(known_request.ticket, sentence)
@@ -222,9 +220,7 @@ class ContextConnector(BlockCountConnector):
         placement = self._placements[context.digest]
         tokens, salt = request._all_token_ids[: context.tokens], request.cache_salt
         request._all_token_ids[: context.tokens] = [0] * context.tokens
-        request.cache_salt = f"keepset {self._salt} {context.digest} {salt or ''}"
-        request.block_hashes = []
-        request.update_block_hashes()
+        hash_again(request, f"keepset {self._salt} {context.digest} {salt or ''}")
         request._all_token_ids[: context.tokens] = tokens
         self._manager.begin(request.request_id, request.block_hashes, placement, context.plan)
         self._asked[request.request_id] = _Asked(context, placement, found, salt)
@@ -234,8 +230,7 @@ class ContextConnector(BlockCountConnector):
     def _compute(self, name: str) -> None:
         """Make a request that begins with a context begin with nothing, because no blocks of it could be filled."""
         request, context_request = self._known[name].request, self._asked.pop(name)
-        request.cache_salt, request.block_hashes = context_request.salt, []
-        request.update_block_hashes()
+        hash_again(request, context_request.salt)
         assert self._kv_cache_manager is not None
         self._kv_cache_manager.free(request)
         self._manager.leave(name)

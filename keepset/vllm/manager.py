@@ -143,12 +143,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def _prompt_of(self, request: Request) -> int:
         """Return how many tokens count as a request's prompt."""
-        request_state = self._own.get(request.request_id)
-        return (
-            request.num_prompt_tokens
-            if request_state is None or request_state.plan.prompt is None
-            else request_state.plan.prompt
-        )
+        planned = self._own.get(request.request_id)
+        return request.num_prompt_tokens if planned is None or planned.plan.prompt is None else planned.plan.prompt
 
     def reserve(self, request_id: str) -> int:
         """Take a free block as the first of a waiting request, and return its id; there must be a free block."""
@@ -177,31 +173,30 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         if num_prompt_tokens is None:
             return
         running = self._requests.get(request_id)
-        if (
-            running is not None
-            and processed_computed_tokens < running.next_release
-            and num_prompt_tokens == running.prompt
-        ):
-            running.length = processed_computed_tokens
-            self._went_on.append((request_id, processed_computed_tokens))
-            return
         if running is None:
             running = RunningRequest(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
             if request_id not in self.req_to_blocks:  # it does not run until it gets blocks
                 self._coming = request_id, running
                 return
-            self._requests[request_id] = running
-        if running.prompt != num_prompt_tokens:
+            self._start(request_id, running)
+        elif running.prompt != num_prompt_tokens:
             raise UnsupportedEngineError(
                 "keepset cannot serve requests whose prompt grows while they run (streaming input)."
             )
-        running.length, schedule = processed_computed_tokens, running.schedule
-        if (admission := self._catch_up()) is not None:
-            admission.update(request_id, running.prompt, running.length, schedule, self._most.get(request_id))
+        else:
+            running.length = processed_computed_tokens
+            self._went_on.append((request_id, processed_computed_tokens))
         if running.length >= running.next_release:
-            self.release(request_id, schedule.freed(running.prompt, running.length))
-            event = schedule.next_event(running.prompt, running.length)
+            self.release(request_id, running.schedule.freed(running.prompt, running.length))
+            event = running.schedule.next_event(running.prompt, running.length)
             running.next_release = math.inf if event is None else event
+
+    def _start(self, request_id: str, running: RunningRequest) -> None:
+        """Note that a request runs from now on."""
+        self._requests[request_id] = running
+        if (admission := self._catch_up()) is not None:
+            most = self._most.get(request_id)
+            admission.update(request_id, running.prompt, running.length, running.schedule, most)
 
     def release(self, request_id: str, blocks: int) -> None:
         if blocks > 0:
@@ -217,10 +212,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             return max(-(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id]), 0)
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
-        request_state = self._own.get(request_id)
-        begins_with_context = (
-            request_state is not None and request_state.placement is not None
-        )  # most of its tokens have no block
+        planned = self._own.get(request_id)
+        begins_with_context = planned is not None and planned.placement is not None  # most tokens have no block
         if not kwargs.get("apply_admission_cap") or begins_with_context or (admission := self._catch_up()) is None:
             return needed
         blocks_of, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
@@ -231,11 +224,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         if request_id in self._requests and len(self.req_to_blocks[request_id]) * self.block_size >= num_tokens:
             return []
         if self._coming is not None and self._coming[0] == request_id:
-            self._requests[request_id] = running = self._coming[1]
+            self._start(*self._coming)
             self._coming = None
-            if (admission := self._catch_up()) is not None:
-                most = self._most.get(request_id)
-                admission.update(request_id, running.prompt, running.length, running.schedule, most)
         if (reserved := self._reserved.pop(request_id, None)) is None:
             return super().allocate_new_blocks(request_id, num_tokens, *args, **kwargs)
         self.req_to_blocks[request_id].append(reserved)
@@ -261,8 +251,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def leave(self, request_id: str) -> None:
         """Forget how a request is compressed differently from others, and its context if no other request has it."""
-        request_state = self._own.pop(request_id, None)
-        first = None if request_state is None else request_state.first_hash
+        planned = self._own.pop(request_id, None)
+        first = None if planned is None else planned.first_hash
         if first is not None and all(first != remaining.first_hash for remaining in self._own.values()):
             self._prefixes.pop(first, None)
 
@@ -293,12 +283,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         running = self._requests[request.request_id]
         if running.is_offered:
             return
-        if (request_state := self._own.get(request.request_id)) is not None:
+        if (planned := self._own.get(request.request_id)) is not None:
             # Hashes of a request's tokens do not depend on its budget, but those of a context begin with its digest.
-            if request_state.placement is not None and request_state.placement.shared:
-                super().cache_blocks(
-                    request, min(num_tokens, request_state.placement.own * self.block_size), *args, **kwargs
-                )
+            if planned.placement is not None and planned.placement.shared:
+                super().cache_blocks(request, min(num_tokens, planned.placement.own * self.block_size), *args, **kwargs)
             return
         if num_tokens >= request.num_prompt_tokens:
             # If it is preempted after this it starts again, and its prompt then includes the answer. How much may be

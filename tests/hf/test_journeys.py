@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -17,30 +12,13 @@ from keepset.lab.candidate import candidates
 from keepset.lab.sweep.runner import Runner
 from keepset.lab.tasks.task import Example, Question
 from tests import tiers
+from tests.calls import called
 from tests.hf.models import prompt, tiny
 from tests.lab.sweep.asked import Exact, letters
 
 EVERY, WINDOW = 24, 8
 # A check of types is itself called.
 pytestmark = pytest.mark.skipif(tiers.TYPECHECK, reason="types are checked while tests run")
-
-
-def called(run: Callable[[], Any]) -> Counter[str]:
-    """Calls of Python functions by keepset's file that they stand in."""
-    root, calls = str(Path(keepset.__file__).parent), Counter[str]()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(root):
-            calls[file] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(before)
-    return calls
 
 
 @torch.no_grad()

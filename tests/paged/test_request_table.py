@@ -53,7 +53,8 @@ def batch_of(requests: Sequence[tuple[Sequence[int], int, int]], prompts: Sequen
 
 def overridden(table: RequestTable, *requests: tuple[list[int], int, int]) -> list[bool]:
     """For each of a step's requests, whether it is the one that began after a context."""
-    return [request.after_context for request in table.with_plans(batch_of(requests)).requests]
+    planned = table.with_plans(batch_of(requests)).requests
+    return [request.own is not None and request.own.after_context for request in planned]
 
 
 def test_overrides_follow_their_request_and_nobody_else() -> None:

@@ -14,15 +14,14 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from PIL import Image
 
-import keepset
+from tests.calls import called
 from tests.vllm import graphs
 
 
@@ -193,6 +192,11 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     requests = scenario["requests"]
     outputs: list[Any] = [None] * len(requests)
     waiting, step, made = set(range(len(requests))), 0, []
+
+    def take_step() -> None:
+        for output in step_of(engine, core is not None):
+            outputs[number(output.request_id)] = output
+
     while waiting or engine.has_unfinished_requests() or (core is not None and core.scheduler.requests):
         for index in sorted(waiting):
             if requests[index]["add"] <= step:
@@ -206,10 +210,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         if step in scenario["preempt"]:
             assert watch is not None and watch.scheduler.reset_prefix_cache(reset_running_requests=True)
         reset(core, [factor for when, factor in scenario["resets"] if when == step])
-        with counted_calls(made) if scenario["count_calls"] else contextlib.nullcontext():
-            answered = step_of(engine, core is not None)
-        for output in answered:
-            outputs[number(output.request_id)] = output
+        made += calls_of(take_step, scenario["count_calls"])
         step += 1
     if watch is not None:
         run_events()
@@ -253,18 +254,12 @@ def reset(core: Any, factors: list[float]) -> None:
         assert core.scheduler.reset_prefix_cache(reset_connector=True)
 
 
-@contextlib.contextmanager
-def counted_calls(made: list[int]) -> Iterator[None]:
-    """Append the number of calls of keepset's Python functions."""
-    root, calls = str(Path(keepset.__file__).parent), [0]
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        calls[0] += event == "call" and frame.f_code.co_filename.startswith(root)
-
-    sys.setprofile(note)
-    yield
-    sys.setprofile(None)
-    made.append(calls[0])
+def calls_of(run: Callable[[], None], wanted: bool) -> list[int]:
+    """Run something; return how many of keepset's functions it called, if that is wanted."""
+    if wanted:
+        return [called(run).total()]
+    run()
+    return []
 
 
 def loads_of(contexts: dict[str, dict[str, int]]) -> dict[str, int]:
