@@ -120,9 +120,13 @@ class _Removals:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Remove the hooks that wait."""
-        while self._waiting:
-            for handle in self._waiting.popleft():
+        """Remove the hooks that wait; several threads may do so at once."""
+        while True:
+            try:
+                handles = self._waiting.popleft()
+            except IndexError:
+                return
+            for handle in handles:
                 handle.remove()
 
 
