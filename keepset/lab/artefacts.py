@@ -103,13 +103,13 @@ class Artefact:
     def fits(self, shape: ModelShape) -> bool:
         """Return whether it fits a model of this shape."""
         layers, heads, kv_heads, dim = shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim
-        wanted = {
+        shapes = {
             "direction": (layers, kv_heads, dim),
             "mean": (layers, heads, dim),
             "covariance": (layers, heads, dim, dim),
             "norm": (layers, heads, dim),
         }
-        return all(each.shape == wanted[name] for name, each in self.fields.items()) and (
+        return all(tensor.shape == shapes[name] for name, tensor in self.fields.items()) and (
             self.retrieval is None or self.retrieval.shape == (layers, kv_heads)
         )
 
@@ -117,7 +117,7 @@ class Artefact:
     def finite(self) -> bool:
         """Return whether all its numbers are finite."""
         numbers = [*self.fields.values(), *([] if self.retrieval is None else [self.retrieval])]
-        return all(bool(each.isfinite().all()) for each in numbers)
+        return all(bool(tensor.isfinite().all()) for tensor in numbers)
 
 
 def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
@@ -132,7 +132,7 @@ def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
     """
     try:
         found = _found(path)
-        artefact = next((made for read in FORMATS if (made := read(found)) is not None), None)
+        artefact = next((parsed for read in FORMATS if (parsed := read(found)) is not None), None)
         if artefact is not None and not artefact.finite:
             raise ValueError("numbers are not finite")
     except KeepsetError:
@@ -275,8 +275,8 @@ def expected_attention(found: Found) -> Artefact | None:
     if set(found.tensors) != {"query_mean", "query_cov"}:
         return None
     fields = {"mean": found.tensors["query_mean"].float(), "covariance": found.tensors["query_cov"].float()}
-    made = {name: found.config[name] for name in _MADE if isinstance(found.config.get(name), str | int)}
-    return Artefact("Expected Attention", fields=fields, made=made)
+    provenance = {name: found.config[name] for name in _MADE if isinstance(found.config.get(name), str | int)}
+    return Artefact("Expected Attention", fields=fields, made=provenance)
 
 
 def triattention(found: Found) -> Artefact | None:
@@ -292,13 +292,13 @@ def triattention(found: Found) -> Artefact | None:
     style = metadata.get("rope_style", "half")
     if style not in ("half", _INTERLEAVED):
         raise ValueError("an unknown style of rotation")
-    places = {tuple(map(int, match.groups())): name for name in stats if (match := _HEAD.fullmatch(name))}
-    layers, heads = (1 + max(numbers) for numbers in zip(*places, strict=True))
-    if len(places) != layers * heads:
+    head_names = {tuple(map(int, match.groups())): name for name in stats if (match := _HEAD.fullmatch(name))}
+    layers, heads = (1 + max(numbers) for numbers in zip(*head_names, strict=True))
+    if len(head_names) != layers * heads:
         raise ValueError("heads are missing")
 
     def stacked(part: str) -> Float[Tensor, "layers heads planes"]:
-        ordered = [stats[places[layer, head]] for layer in range(layers) for head in range(heads)]
+        ordered = [stats[head_names[layer, head]] for layer in range(layers) for head in range(heads)]
         return torch.stack([_numbers(head, part) for head in ordered]).unflatten(0, (layers, heads))
 
     real, imaginary, norm = map(stacked, ("q_mean_real", "q_mean_imag", "q_abs_mean"))

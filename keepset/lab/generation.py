@@ -153,15 +153,15 @@ def step(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
     began, events = time.perf_counter(), [len(stream.cache.events) for stream in streams]
     for stream in streams:
         stream.say()
-    going = [stream for stream in streams if not stream.over]
-    if going:
-        _feed(model, going)
+    active = [stream for stream in streams if not stream.over]
+    if active:
+        _feed(model, active)
     selecting = [sum(event.seconds for event in s.cache.events[n:]) for s, n in zip(streams, events, strict=True)]
     share = (time.perf_counter() - began - sum(selecting)) / len(streams)
-    for stream, own in zip(streams, selecting, strict=True):
-        stream.answer.seconds += share + own
+    for stream, event_seconds in zip(streams, selecting, strict=True):
+        stream.answer.seconds += share + event_seconds
         stream.answer.beside += len(streams)
-    for stream in going:
+    for stream in active:
         if stream.error is None:
             stream.on_token()
 
@@ -223,9 +223,9 @@ def likelihoods(
         part = tokens[start : start + together]
         logits = _follow(model, cache, first, pad_sequence([row[:-1] for row in part], batch_first=True))
         for row, target in zip(logits, part, strict=True):
-            own = row[: len(target)]
-            likely = own.log_softmax(-1, dtype).gather(-1, target[:, None])
-            scores.append((float(likely.sum()), bool((own.argmax(-1) == target).all())))
+            target_logits = row[: len(target)]
+            likely = target_logits.log_softmax(-1, dtype).gather(-1, target[:, None])
+            scores.append((float(likely.sum()), bool((target_logits.argmax(-1) == target).all())))
     return scores
 
 

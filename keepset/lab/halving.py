@@ -146,13 +146,13 @@ def tied(order: Sequence[TunedRecipe]) -> list[TunedRecipe]:
     return [e for e in order if e is order[0] or not _is_nearer(order[0].first(pieces), e.first(pieces))]
 
 
-def _is_nearer(best: TunedRecipe, other: TunedRecipe) -> bool:
+def _is_nearer(best: TunedRecipe, rival: TunedRecipe) -> bool:
     """Return whether the whole interval of the difference in KL on the same pieces is above zero."""
     if len(best.figures) < LEAST:
         return False
-    differences = [theirs - ours for ours, theirs in zip(best.values("kl"), other.values("kl"), strict=True)]
+    differences = [rival_kl - best_kl for best_kl, rival_kl in zip(best.values("kl"), rival.values("kl"), strict=True)]
     if not all(map(math.isfinite, differences)):
-        return not math.isfinite(other.mean("kl"))
+        return not math.isfinite(rival.mean("kl"))
     difference = of_mean(differences)
     return difference is not None and difference.low is not None and difference.low > 0
 

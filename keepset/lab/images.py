@@ -150,7 +150,7 @@ def image_grids(model: "transformers.PreTrainedModel", inputs: Mapping[str, "Ten
         side = isqrt(total // number)
         same = side * side * number == total
         sides = [side] * number if same else [isqrt(end - first) for first, end in where]
-        shapes = [(each, each) for each in sides]
+        shapes = [(length, length) for length in sides]
     found, left = [], list(shapes)
     for first, end in where:
         at = first
@@ -171,11 +171,11 @@ def encoded(
         UnsupportedModelError: the processor refuses them.
     """
     try:
-        made = processor(text=[prompt], images=list(images), add_special_tokens=False, return_tensors="pt")
+        inputs = processor(text=[prompt], images=list(images), add_special_tokens=False, return_tensors="pt")
     except (ValueError, TypeError, ImportError, IndexError) as error:
         cause = str(error).strip().split("\n")[0].rstrip(".")
         raise UnsupportedModelError(
             f"{type(processor).__name__} does not take {len(images)} images in this prompt ({cause}): give others, or "
             "call the model in Python."
         ) from error
-    return made.to(model.device, model.dtype)
+    return inputs.to(model.device, model.dtype)

@@ -54,13 +54,13 @@ class Timing:
         """Return medians over the rounds; an empty dictionary without rounds."""
         if not self.rounds:
             return {}
-        peaks = [each.peak_bytes for each in self.rounds if each.peak_bytes is not None]
-        rest = self.output_tokens - 1
+        peaks = [run.peak_bytes for run in self.rounds if run.peak_bytes is not None]
+        decoded = self.output_tokens - 1
         return {
-            "first_seconds": median(each.first_seconds for each in self.rounds),
-            "tokens_per_second": median(rest / each.rest_seconds for each in self.rounds) if rest else None,
-            "seconds": median(each.first_seconds + each.rest_seconds for each in self.rounds),
-            "kv_bytes": median(each.kv_bytes for each in self.rounds),
+            "first_seconds": median(run.first_seconds for run in self.rounds),
+            "tokens_per_second": median(decoded / run.rest_seconds for run in self.rounds) if decoded else None,
+            "seconds": median(run.first_seconds + run.rest_seconds for run in self.rounds),
+            "kv_bytes": median(run.kv_bytes for run in self.rounds),
             "peak_bytes": median(peaks) if peaks else None,
         }
 
@@ -82,13 +82,13 @@ def latency(
     """
     timings: list[Timing] = []
     for prompt in prompts:
-        here = [Timing(name, prompt.shape[1], output_tokens) for name in (FULL, *map(str, recipes))]
-        timings += here
+        prompt_timings = [Timing(name, prompt.shape[1], output_tokens) for name in (FULL, *map(str, recipes))]
+        timings += prompt_timings
         gc.collect()
         for number in range(rounds + 1):
             # The first round is short and does not count: it fills thread pools, allocators and compiled kernels.
             count = output_tokens if number else min(2, output_tokens)
-            for timing, recipe in zip(here, (None, *recipes), strict=True):
+            for timing, recipe in zip(prompt_timings, (None, *recipes), strict=True):
                 if timing.error is None:
                     try:
                         generation = _generation(model, prompt, recipe, count)
@@ -114,8 +114,8 @@ def _generation(model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe:
                     wait()
                     first = time.perf_counter() - start
         wait()
-        rest = time.perf_counter() - start - first
-        return Round(first, rest, cache.nbytes if recipe else dynamic_nbytes(cache), peak())
+        rest_seconds = time.perf_counter() - start - first
+        return Round(first, rest_seconds, cache.nbytes if recipe else dynamic_nbytes(cache), peak())
     finally:
         if recipe is not None:
             cache.stop_watching()

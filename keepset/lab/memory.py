@@ -102,10 +102,10 @@ class MemoryBudget:
         growing = list(growing)
         if not growing:
             return True
-        if (there := available(self._device)) is None:
+        if (available_bytes := available(self._device)) is None:
             return True
         left = sum(max(0, most * self._token_bytes - cache.nbytes) for cache, most in growing)
-        return left + tokens * self._token_bytes <= SHARES[self._device.type] * there
+        return left + tokens * self._token_bytes <= SHARES[self._device.type] * available_bytes
 
 
 def available(device: torch.device) -> int | None:

@@ -42,5 +42,5 @@ def nothing_chosen(recipe: Recipe) -> str:
 
 def _always(recipe: Recipe) -> str:
     """Return which tokens a recipe always keeps, as the beginning of a sentence."""
-    both = ("first", recipe.budget.sinks), ("newest", recipe.budget.recent)
-    return f"{recipe} always keeps " + " and ".join(f"the {which} {count}" for which, count in both if count)
+    counts = ("first", recipe.budget.sinks), ("newest", recipe.budget.recent)
+    return f"{recipe} always keeps " + " and ".join(f"the {which} {count}" for which, count in counts if count)

@@ -109,14 +109,14 @@ class Record:
         Raises:
             TypeError, KeyError: the data are not a record.
         """
-        own = {**data}
-        outcome = own.pop("outcome")
+        fields = {**data}
+        outcome = fields.pop("outcome")
         if outcome is None:
-            return cls(**own)
+            return cls(**fields)
         outcome = {**outcome}
         scores, replies = outcome.pop("scores"), outcome.pop("replies")
         figures = {name: value for name, value in outcome.items() if value is not None}
-        return cls(**own, scores=scores, replies=replies, figures=figures)
+        return cls(**fields, scores=scores, replies=replies, figures=figures)
 
 
 def largest_first(requested: str | None) -> tuple[bool, bool, float, str]:
@@ -129,8 +129,8 @@ def largest_first(requested: str | None) -> tuple[bool, bool, float, str]:
 
 def mean_figures(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
     """Return the mean of each of `FIGURES` over the parts that have it; None if no part has."""
-    known = {name: [value for part in parts if (value := part.get(name)) is not None] for name in FIGURES}
-    return {name: fmean(values) if values else None for name, values in known.items()}
+    values_by_name = {name: [value for part in parts if (value := part.get(name)) is not None] for name in FIGURES}
+    return {name: fmean(values) if values else None for name, values in values_by_name.items()}
 
 
 def merged(records: Sequence[Record]) -> Record:

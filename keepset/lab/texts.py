@@ -172,11 +172,11 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
     texts: list[str | None] = []
     before = at = 0
     while at < len(ids):
-        known = decode(before, at)  # some tokenizers drop a first space, so the previous token is also decoded
+        prefix = decode(before, at)  # some tokenizers drop a first space, so the previous token is also decoded
         ends = range(at + 1, min(at + _TOKENS_OF_CHARACTER, len(ids)) + 1)
         whole = next((end for end in ends if not decode(before, end).endswith("\N{REPLACEMENT CHARACTER}")), at + 1)
         text = decode(before, whole)
-        texts += [text[len(known) :] if text.startswith(known) else decode(at, whole), *[None] * (whole - at - 1)]
+        texts += [text[len(prefix) :] if text.startswith(prefix) else decode(at, whole), *[None] * (whole - at - 1)]
         before, at = at, whole
     return texts
 

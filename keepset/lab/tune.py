@@ -57,8 +57,8 @@ def cut(tokenizer: Tokenizer, texts: Sequence[str], *, longest: int | None, seed
     for size in SIZES:
         if longest is not None and size + 1 > longest:  # a piece may begin with a special token
             continue
-        places = _places([len(text) for text in ids], size)
-        if len(places) >= PIECES:
+        starts = _places([len(text) for text in ids], size)
+        if len(starts) >= PIECES:
             break
     else:
         total, least = sum(map(len, ids)), SIZES[-1] + (PIECES - 1) * SIZES[-1] // SHARE
@@ -68,7 +68,7 @@ def cut(tokenizer: Tokenizer, texts: Sequence[str], *, longest: int | None, seed
         )
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     pieces = []
-    for text, start in random.Random(seed).sample(places, PIECES):
+    for text, start in random.Random(seed).sample(starts, PIECES):
         end = start + size - size // SHARE
         prompt, after = begin + ids[text][start:end], ids[text][end : start + size]
         pieces.append(TextPiece(torch.tensor([prompt], dtype=torch.long), torch.tensor([after], dtype=torch.long)))
@@ -77,13 +77,13 @@ def cut(tokenizer: Tokenizer, texts: Sequence[str], *, longest: int | None, seed
 
 def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
     """Return where pieces may begin, as text and token, so that they overlap as little as possible."""
-    places: list[tuple[int, int]] = []
+    starts: list[tuple[int, int]] = []
     for parts in (1, 2, 4, 8, SHARE):
         step = size // parts
-        places = [(text, at) for text, length in enumerate(lengths) for at in range(0, length - size + 1, step)]
-        if len(places) >= PIECES:
+        starts = [(text, at) for text, length in enumerate(lengths) for at in range(0, length - size + 1, step)]
+        if len(starts) >= PIECES:
             break
-    return places
+    return starts
 
 
 class Measurer:
@@ -204,9 +204,9 @@ class Tuner:
     def to_json(self) -> dict[str, Any]:
         """Return the results so far, as `keepset tune --json` prints them."""
         race = self.race
-        alike = tied(race.ranked()) if race.pieces >= LEAST else []
+        tied_entries = tied(race.ranked()) if race.pieces >= LEAST else []
         # Of tied recipes, the one with the cheapest prefill; none while there are too few measurements.
-        chosen = min(alike, key=lambda entry: entry.first(race.pieces).mean("prefill_seconds"), default=None)
+        chosen = min(tied_entries, key=lambda entry: entry.first(race.pieces).mean("prefill_seconds"), default=None)
         full = self._measurer.full_bytes
         return {
             "model": self._name,
@@ -221,26 +221,26 @@ class Tuner:
             "recipe": None if chosen is None else str(chosen.recipe),
             # A file with this text means the same when defaults have changed.
             "recipe_in_full": None if chosen is None else in_full(str(chosen.recipe)),
-            "tied": [str(entry.recipe) for entry in alike],
-            "verdict": self._verdict(alike, chosen),
+            "tied": [str(entry.recipe) for entry in tied_entries],
+            "verdict": self._verdict(tied_entries, chosen),
             "rows": [_row(entry, alive=alive) for entry, alive in race.standing()],
             "dropped": [{"recipe": recipe, "reason": reason} for recipe, reason in self.dropped.items()],
         }
 
-    def _verdict(self, alike: Sequence[TunedRecipe], chosen: TunedRecipe | None) -> list[str]:
+    def _verdict(self, tied_entries: Sequence[TunedRecipe], chosen: TunedRecipe | None) -> list[str]:
         pieces = self.race.pieces
         if chosen is None:
             count = "1 piece" if pieces == 1 else f"{pieces} pieces"
             measured = f"measured on {count}" if pieces else "not all were measured on as much as one piece"
             best = [f"The best so far is {self.race.ranked()[0].recipe}."] if pieces else []
             return [f"Too little is known to name a recipe ({measured}): give it more time or text.", *best]
-        if len(alike) == 1:
+        if len(tied_entries) == 1:
             ran = sum(entry.error is None for entry in self.race.entries)
             return [f"Use {chosen.recipe}: the best of {ran} recipes on {pieces} pieces."]
-        rest = ", ".join(str(entry.recipe) for entry in alike if entry is not chosen)
+        rivals = ", ".join(str(entry.recipe) for entry in tied_entries if entry is not chosen)
         return [
-            f"There is no winner: {pieces} pieces cannot tell {chosen.recipe} from {rest}. "
-            f"Use {chosen.recipe}, whose prefill is the cheapest of these {len(alike)}."
+            f"There is no winner: {pieces} pieces cannot tell {chosen.recipe} from {rivals}. "
+            f"Use {chosen.recipe}, whose prefill is the cheapest of these {len(tied_entries)}."
         ]
 
 

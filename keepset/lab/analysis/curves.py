@@ -68,10 +68,10 @@ def compression(curve: Curve, tolerance: float) -> Figure | None:
 
 def _losses(means: list[Float[np.ndarray, "draws points"]]) -> Float[np.ndarray, "draws points"]:
     """Return the mean relative loss over the tasks with a nonzero score of the full cache; NaN if there are none."""
-    full = np.stack([each[:, :1] for each in means])
-    known = np.broadcast_to(full > 0, (len(means), *means[0].shape))
-    losses = 1 - np.divide(np.stack(means), full, where=known, out=np.ones(known.shape))
-    count = known.sum(0)
+    full = np.stack([mean[:, :1] for mean in means])
+    scored = np.broadcast_to(full > 0, (len(means), *means[0].shape))
+    losses = 1 - np.divide(np.stack(means), full, where=scored, out=np.ones(scored.shape))
+    count = scored.sum(0)
     return np.divide(losses.sum(0), count, where=count > 0, out=np.full(count.shape, np.nan))
 
 

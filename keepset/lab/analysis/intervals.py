@@ -79,9 +79,9 @@ def of_average(parts: Sequence[Figure]) -> Figure:
     The distances of the ends are added like standard errors (MOVER, Zou & Donner 2008), so a part without spread counts
     with the width of its own interval.
     """
-    mean = fmean(each.value for each in parts)
-    below = [each.value - each.low for each in parts if each.low is not None]
-    above = [each.high - each.value for each in parts if each.high is not None]
+    mean = fmean(part.value for part in parts)
+    below = [part.value - part.low for part in parts if part.low is not None]
+    above = [part.high - part.value for part in parts if part.high is not None]
     if len(below) + len(above) < 2 * len(parts):
         return Figure(mean)
     return Figure(mean, mean - math.hypot(*below) / len(parts), mean + math.hypot(*above) / len(parts))
@@ -104,8 +104,8 @@ def spread(draws: Float[np.ndarray, " draws"], examples: int) -> tuple[float, fl
 def _weights(examples: int, seed: int) -> Float[np.ndarray, "draws examples"]:
     """Return how often each sample draws each example, as a share of its draws."""
     drawn = np.random.default_rng(seed).integers(examples, size=(DRAWS, examples))
-    places = drawn + examples * np.arange(DRAWS)[:, None]
-    return np.bincount(places.ravel(), minlength=DRAWS * examples).reshape(DRAWS, examples) / examples
+    bins = drawn + examples * np.arange(DRAWS)[:, None]
+    return np.bincount(bins.ravel(), minlength=DRAWS * examples).reshape(DRAWS, examples) / examples
 
 
 @lru_cache

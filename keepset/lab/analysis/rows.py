@@ -80,8 +80,8 @@ def row_of(records: Records, baseline: Records | None, examples: Collection[str]
     row = replace(row, means=costs, score=of_score(scores))
     if baseline is None or all(record.error is not None for record in baseline.values()):
         return row
-    both = [unit for unit in records if unit in baseline]
-    differences = by_example((unit[1], records[unit].score - baseline[unit].score) for unit in both)
+    paired = [unit for unit in records if unit in baseline]
+    differences = by_example((unit[1], records[unit].score - baseline[unit].score) for unit in paired)
     return replace(row, difference=of_difference(differences), pairs=len(differences))
 
 
@@ -90,25 +90,28 @@ def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
 
     It has a score only if each of the group's `tasks` has one.
     """
-    scores = [each.score for each in rows if each.score is not None]
+    scores = [task_row.score for task_row in rows if task_row.score is not None]
     row = Row(
         task=group,
         recipe=rows[0].recipe,
         method=rows[0].method,
         requested=rows[0].requested,
-        metric=rows[0].metric if len({each.metric for each in rows}) == 1 else "mean",
-        **{name: sum(getattr(each, name) for each in rows) for name in ("examples", "examples_of", "cut", "failed")},
-        error=next((each.error for each in rows if each.error is not None), None),
+        metric=rows[0].metric if len({task_row.metric for task_row in rows}) == 1 else "mean",
+        **{
+            name: sum(getattr(task_row, name) for task_row in rows)
+            for name in ("examples", "examples_of", "cut", "failed")
+        },
+        error=next((task_row.error for task_row in rows if task_row.error is not None), None),
         tasks=len(scores),
         tasks_of=tasks,
     )
     if len(scores) < tasks:
         return row
-    row = replace(row, means=mean_figures([each.means for each in rows]), score=of_average(scores))
-    differences = [each.difference for each in rows if each.difference is not None]
+    row = replace(row, means=mean_figures([task_row.means for task_row in rows]), score=of_average(scores))
+    differences = [task_row.difference for task_row in rows if task_row.difference is not None]
     if len(differences) < len(rows):
         return row
-    return replace(row, difference=of_average(differences), pairs=sum(each.pairs for each in rows))
+    return replace(row, difference=of_average(differences), pairs=sum(task_row.pairs for task_row in rows))
 
 
 def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
@@ -116,4 +119,4 @@ def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
     by_id: dict[str, list[float]] = {}
     for example, value in values:
         by_id.setdefault(example, []).append(value)
-    return [fmean(each) for each in by_id.values()]
+    return [fmean(example_values) for example_values in by_id.values()]

@@ -133,7 +133,9 @@ def summarize(
         for task in members:
             for recipe, row in rows[task].items():
                 parts.setdefault(recipe, []).append(row)
-        averages += sorted((average(group, each, len(members)) for each in parts.values()), key=_best_first)
+        averages += sorted(
+            (average(group, recipe_rows, len(members)) for recipe_rows in parts.values()), key=_best_first
+        )
     together = {**{task: [task] for task in tasks}, **groups}
     trades: list[Trade] = []
     for name, members in together.items():
@@ -156,10 +158,14 @@ def split(records: Sequence[Record], fact: str) -> list[Record]:
     Raises:
         KeepsetError: no example has the fact.
     """
-    parts = [replace(each, task=f"{each.task}, {fact} {each.facts[fact]}") for each in records if fact in each.facts]
+    parts = [
+        replace(record, task=f"{record.task}, {fact} {record.facts[fact]}")
+        for record in records
+        if fact in record.facts
+    ]
     if not parts:
-        there = ", ".join(sorted({name for each in records for name in each.facts})) or "nothing"
-        raise KeepsetError(f"No example has the fact {fact}, so nothing can be split by it; there are: {there}.")
+        available = ", ".join(sorted({name for record in records for name in record.facts})) or "nothing"
+        raise KeepsetError(f"No example has the fact {fact}, so nothing can be split by it; there are: {available}.")
     return sorted(parts, key=lambda part: part.task)
 
 
@@ -179,15 +185,15 @@ def _groups(tasks: Iterable[str]) -> dict[str, list[str]]:
     by_members = {
         tuple(members[group]): group for group in sorted(members, key=lambda g: order.index(g.partition("@")[0]))
     }
-    return {group: list(own) for own, group in by_members.items() if len(own) > 1}
+    return {group: list(group_tasks) for group_tasks, group in by_members.items() if len(group_tasks) > 1}
 
 
 def _known(baseline: str, records: Sequence[Record]) -> str:
     names = dict.fromkeys(name for record in records for name in (record.method, record.recipe))
     text = baseline if baseline in names else str(Recipe.parse(baseline))
     if text not in names:
-        there = "; ".join(names) or "nothing yet"
-        raise KeepsetError(f"{text!r} is not in the sweep, so nothing can be compared with it; there are: {there}.")
+        available = "; ".join(names) or "nothing yet"
+        raise KeepsetError(f"{text!r} is not in the sweep, so nothing can be compared with it; there are: {available}.")
     return text
 
 
@@ -256,11 +262,11 @@ def needle_maps(records: Iterable[Record]) -> list[NeedleMap]:
     lengths: dict[str, set[float]] = {}
     answered = set()
     for record in records:
-        if (place := _place(record)) is not None:
+        if (key := _place(record)) is not None:
             task = record.task.partition("@")[0]
             squares = by_recipe.setdefault((task, record.recipe), {})
-            squares.setdefault(place, []).append((record.example, record.score))
-            lengths.setdefault(task, set()).add(place[1])
+            squares.setdefault(key, []).append((record.example, record.score))
+            lengths.setdefault(task, set()).add(key[1])
             if record.error is None:
                 answered.add((task, record.recipe))
     maps = []
@@ -268,8 +274,8 @@ def needle_maps(records: Iterable[Record]) -> list[NeedleMap]:
         if (task, recipe) in answered:
             columns = sorted(lengths[task])
             values = [[by_example(squares.get((part, length), [])) for length in columns] for part in range(PARTS)]
-            scores = [[fmean(each) if each else None for each in line] for line in values]
-            maps.append(NeedleMap(task, recipe, columns, scores, [[len(each) for each in line] for line in values]))
+            scores = [[fmean(square) if square else None for square in line] for line in values]
+            maps.append(NeedleMap(task, recipe, columns, scores, [[len(square) for square in line] for line in values]))
     return maps
 
 
@@ -330,7 +336,7 @@ def _totals(tasks: Mapping[str, Mapping[str, Records]], baseline: str | None) ->
         against = None if baseline is None else recipes.get(baseline)
         for recipe, records in recipes.items():
             rows.setdefault(recipe, []).append(row_of(records, against, examples))
-    totals = {recipe: average("", own, len(tasks)) for recipe, own in rows.items()}
+    totals = {recipe: average("", recipe_rows, len(tasks)) for recipe, recipe_rows in rows.items()}
     return {recipe: total for recipe, total in totals.items() if total.score is not None}
 
 

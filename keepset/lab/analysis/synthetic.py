@@ -80,8 +80,8 @@ def next_query(model: PreTrainedModel, method: GVote, ids: Int[Tensor, "1 tokens
     masked.prefill(ids[:, :-1])
     agreements = {}
     for observation in masked.observations:
-        both = torch.cat([method.queries(observation), newest[observation.layer]], 2)
-        attention = query_logits(observation, observation.by_query_group(both)).softmax(-1)[0].flatten(0, 1)
+        queries = torch.cat([method.queries(observation), newest[observation.layer]], 2)
+        attention = query_logits(observation, observation.by_query_group(queries)).softmax(-1)[0].flatten(0, 1)
         agreements[observation.layer] = agreement(attention[:, :-1], attention[:, -1], method.p_nuc)
     return agreements
 

@@ -119,8 +119,8 @@ def with_predictors(
     """
     methods = parse_teachers(teachers)
     passages = cut_passages(corpus)
-    held = max(1, len(passages) // _HELD_OUT) if len(passages) > 1 else 0
-    share = min(1.0, ROWS / sum(map(len, passages[: len(passages) - held])))
+    held_count = max(1, len(passages) // _HELD_OUT) if len(passages) > 1 else 0
+    share = min(1.0, ROWS / sum(map(len, passages[: len(passages) - held_count])))
     key = _key(statistics, corpus, teachers, share)
     parts: list[Samples] = []
     for number, passage in enumerate(passages):
@@ -130,25 +130,24 @@ def with_predictors(
             _keep(folder, key, number, part)
         parts.append(part)
         on_passage()
-    fitted, rest = _together(parts[: len(parts) - held]), parts[len(parts) - held :]
+    fitted, held_out = _together(parts[: len(parts) - held_count]), parts[len(parts) - held_count :]
     fitted = replace(fitted, wanted=fitted.wanted - fitted.wanted.mean())  # so that an average entry has the score 1
     predictor = fit(fitted, width=width, seed=corpus.seed, device=model.device, on_step=on_step)
     if statistics.retrieval:
         predictor = _favouring(predictor, statistics.gates().flatten())
     heads = len(next(iter(statistics.layers.values())).direction)
     predictors = {
-        index: predictor.of_heads(slice(place * heads, (place + 1) * heads))
-        for place, index in enumerate(statistics.layers)
+        index: predictor.of_heads(slice(row * heads, (row + 1) * heads)) for row, index in enumerate(statistics.layers)
     }
-    made = {
+    provenance = {
         "teachers": list(teachers),
-        "passages": len(passages) - held,
+        "passages": len(passages) - held_count,
         "entries": fitted.inputs.shape[1],
         "longest": int(fitted.lengths.max()),
         "width": width,
-        "held_out": _quality(predictor, _together(rest), heads, list(statistics.layers)) if rest else None,
+        "held_out": _quality(predictor, _together(held_out), heads, list(statistics.layers)) if held_out else None,
     }
-    return replace(statistics, predictors=predictors, provenance={**statistics.provenance, "predictors": made})
+    return replace(statistics, predictors=predictors, provenance={**statistics.provenance, "predictors": provenance})
 
 
 def cut_passages(corpus: Corpus) -> list[Int[Tensor, " _"]]:
@@ -167,17 +166,22 @@ def _sampled(
     needs = reduce(or_, (teacher.traits.needs for teacher in teachers), Needs())
     recorder = Recorder(model, needs).prefill(ids.to(model.device)[None])
     order = torch.randperm(len(ids) - SKIP, generator=torch.Generator().manual_seed(seed))
-    places = SKIP + order[: math.ceil(share * len(order))].sort().values
-    wanted = torch.stack([_wanted(teacher, recorder.observations) for teacher in teachers]).mean(0)
-    inputs = [_inputs(each, statistics.layers[each.layer], places) for each in recorder.observations]
-    if not wanted.isfinite().all():
+    token_indices = SKIP + order[: math.ceil(share * len(order))].sort().values
+    targets = torch.stack([_wanted(teacher, recorder.observations) for teacher in teachers]).mean(0)
+    inputs = [
+        _inputs(observation, statistics.layers[observation.layer], token_indices)
+        for observation in recorder.observations
+    ]
+    if not targets.isfinite().all():
         raise UnsupportedModelError("Some of the teachers' scores are not finite numbers: nothing can be fitted.")
-    return Samples(torch.cat(inputs), wanted[:, places], len(ids) - places, torch.full_like(places, len(ids)))
+    return Samples(
+        torch.cat(inputs), targets[:, token_indices], len(ids) - token_indices, torch.full_like(token_indices, len(ids))
+    )
 
 
 def _wanted(teacher: Method, observations: Sequence[Observation]) -> Float[Tensor, "heads entries"]:
     """Return the logarithms of a teacher's scores for all heads; if some are negative, the scores on one scale."""
-    scores = torch.cat([teacher.score(each)[0].float().cpu() for each in observations])
+    scores = torch.cat([teacher.score(observation)[0].float().cpu() for observation in observations])
     counted = scores[:, SKIP:]
     if bool((counted < 0).any()):
         return (scores - counted.mean()) / counted.std().clamp(min=1e-12)
@@ -186,10 +190,10 @@ def _wanted(teacher: Method, observations: Sequence[Observation]) -> Float[Tenso
 
 
 def _inputs(
-    observation: Observation, layer: LayerStatistics, places: Int[Tensor, " count"]
+    observation: Observation, layer: LayerStatistics, token_indices: Int[Tensor, " count"]
 ) -> Float[Tensor, "kv_heads count inputs"]:
-    keys, values = (part[0].float().cpu()[:, places] for part in (observation.keys, observation.values))
-    angles = places[:, None].double() * layer.frequency.double()
+    keys, values = (part[0].float().cpu()[:, token_indices] for part in (observation.keys, observation.values))
+    angles = token_indices[:, None].double() * layer.frequency.double()
     plain = keys / layer.gain
     plain = plain * angles.cos().float() - plain[..., layer.partner] * angles.sin().float()
     return inputs_of(plain, values).half()
@@ -223,7 +227,7 @@ def fit(
                 on_step()
 
         part = Samples(
-            *(each.to(device) for each in (samples.inputs[few], samples.wanted[few], samples.ages, samples.lengths))
+            *(tensor.to(device) for tensor in (samples.inputs[few], samples.wanted[few], samples.ages, samples.lengths))
         )
         parts.append(_fitted(part, width, seed + first, step))
     return Predictor(*map(torch.cat, zip(*parts, strict=True)))
@@ -237,7 +241,7 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
     centre, scale = _mean_and_spread(samples.inputs)
     mean, spread = _mean_and_spread(samples.wanted[..., None])
     row_weights, knots = (
-        knot_weights(each, math.ceil(math.log2(int(each.max()))) + 1) for each in (samples.lengths, samples.ages)
+        knot_weights(counts, math.ceil(math.log2(int(counts.max()))) + 1) for counts in (samples.lengths, samples.ages)
     )
     # The effect of a distance in all texts, and the difference from it in texts of each length.
     deviations = (row_weights[:, :, None] * knots[:, None]).flatten(1)
@@ -245,13 +249,13 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
     usual = knots.mean(0)
 
     def block(entries: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        inputs, wanted = samples.inputs[:, entries].float(), samples.wanted[:, entries, None]
-        return (inputs - centre) / scale, (knots[entries] - usual).expand(heads, -1, -1), (wanted - mean) / spread
+        inputs, targets = samples.inputs[:, entries].float(), samples.wanted[:, entries, None]
+        return (inputs - centre) / scale, (knots[entries] - usual).expand(heads, -1, -1), (targets - mean) / spread
 
     blocks = [slice(first, first + _ENTRIES_AT_ONCE) for first in range(0, entries, _ENTRIES_AT_ONCE)]
     ridge = torch.full((size + knots.shape[1],), _RIDGE, dtype=torch.float32, device=device)
     ridge[len(ridge) - deviations.shape[1] :] = _DEVIATION
-    linear, age = _least_squares((block(each) for each in blocks), ridge).split([size, knots.shape[1]], 1)
+    linear, age = _least_squares((block(part) for part in blocks), ridge).split([size, knots.shape[1]], 1)
 
     octaves = (samples.ages.float().log2()[:, None] - MIDDLE) / _SLOPE_SPREAD
 
@@ -268,8 +272,8 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in range(STEPS):
         chosen = torch.randint(entries, (min(BATCH, entries),), generator=chance).to(device)
-        inputs, by_age, wanted = block(chosen)
-        left = wanted - inputs @ linear - by_age @ age
+        inputs, by_age, targets = block(chosen)
+        left = targets - inputs @ linear - by_age @ age
         score, slope = (F.gelu(inputs @ hidden + bias) @ output + last).split(1, -1)
         loss = (score + (slope + inputs @ lean) * octaves[chosen] - left).square().mean(1).sum()
         optimizer.zero_grad()
@@ -314,10 +318,12 @@ def _table(
         row_weights: weights of the lengths at each entry.
     """
     lengths = row_weights.shape[1]
-    all_texts, more = age.split([age.shape[1] // (lengths + 1), age.shape[1] // (lengths + 1) * lengths], 1)
-    seen = row_weights.sum(0).nonzero()[:, 0]
-    nearest = seen[(torch.arange(lengths, device=seen.device)[:, None] - seen).abs().argmin(1)]
-    return all_texts[:, None] + more.unflatten(1, (lengths, -1))[:, nearest]
+    all_texts, differences = age.split([age.shape[1] // (lengths + 1), age.shape[1] // (lengths + 1) * lengths], 1)
+    present_lengths = row_weights.sum(0).nonzero()[:, 0]
+    nearest = present_lengths[
+        (torch.arange(lengths, device=present_lengths.device)[:, None] - present_lengths).abs().argmin(1)
+    ]
+    return all_texts[:, None] + differences.unflatten(1, (lengths, -1))[:, nearest]
 
 
 def _least_squares(
@@ -330,9 +336,9 @@ def _least_squares(
         ridge: numbers that are added to the diagonal.
     """
     total: Tensor | None = None
-    for inputs, knots, wanted in blocks:
-        both = torch.cat([inputs, knots], 2)
-        sums = both.transpose(1, 2) @ torch.cat([both, wanted], 2)
+    for inputs, knots, targets in blocks:
+        regressors = torch.cat([inputs, knots], 2)
+        sums = regressors.transpose(1, 2) @ torch.cat([regressors, targets], 2)
         total = sums if total is None else total + sums
     assert total is not None
     products, goals = total[:, :, :-1], total[:, :, -1:]
@@ -340,19 +346,19 @@ def _least_squares(
     return torch.cholesky_solve(goals, torch.linalg.cholesky(products + ridge.diag()))
 
 
-def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
+def _quality(predictor: Predictor, held_out: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
     """Return how well the networks rank held-out entries in each layer: rank correlation, and share of the choice."""
-    row_weights = knot_weights(held.lengths, predictor.age.shape[1])
-    knots = knot_weights(held.ages, predictor.age.shape[2])
-    scores, slopes = predictor.outputs_of(held.inputs.float()).unbind(-1)
-    octaves = held.ages.float().log2().clamp(max=knots.shape[1] - 1) - MIDDLE
+    row_weights = knot_weights(held_out.lengths, predictor.age.shape[1])
+    knots = knot_weights(held_out.ages, predictor.age.shape[2])
+    scores, slopes = predictor.outputs_of(held_out.inputs.float()).unbind(-1)
+    octaves = held_out.ages.float().log2().clamp(max=knots.shape[1] - 1) - MIDDLE
     predicted = scores + slopes * octaves + torch.einsum("el,hlk,ek->he", row_weights, predictor.age, knots)
-    ranks = [part.argsort(-1).argsort(-1).float() for part in (predicted, held.wanted)]
+    ranks = [part.argsort(-1).argsort(-1).float() for part in (predicted, held_out.wanted)]
     centred = [part - part.mean(-1, keepdim=True) for part in ranks]
     correlation = F.cosine_similarity(centred[0], centred[1], dim=-1)
     count = max(1, round(_KEEP * predicted.shape[1]))
     chosen = [
-        torch.zeros_like(predicted).scatter(1, part.topk(count, 1).indices, 1) for part in (predicted, held.wanted)
+        torch.zeros_like(predicted).scatter(1, part.topk(count, 1).indices, 1) for part in (predicted, held_out.wanted)
     ]
     shared = (chosen[0] * chosen[1]).sum(1) / count
     by_layer = [part.view(-1, heads).mean(1).tolist() for part in (correlation, shared)]
@@ -366,9 +372,9 @@ def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[i
 
 
 def _together(parts: Sequence[Samples]) -> Samples:
-    inputs, wanted = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("inputs", "wanted"))
+    inputs, targets = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("inputs", "wanted"))
     ages, lengths = (torch.cat([getattr(part, name) for part in parts]) for name in ("ages", "lengths"))
-    return Samples(inputs, wanted, ages, lengths)
+    return Samples(inputs, targets, ages, lengths)
 
 
 def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], share: float) -> str:

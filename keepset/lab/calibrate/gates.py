@@ -46,8 +46,8 @@ def with_gates(
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
     heads = {index: len(layer.direction) for index, layer in statistics.layers.items()}
     gates = retrieval_gates(model, texts, heads, on_step)
-    made = {"steps": steps, "tokens": sum(len(text.ids) for text in texts), "sinks": SINKS, "recent": RECENT}
-    return replace(statistics, retrieval=gates, provenance={**statistics.provenance, "gates": made})
+    provenance = {"steps": steps, "tokens": sum(len(text.ids) for text in texts), "sinks": SINKS, "recent": RECENT}
+    return replace(statistics, retrieval=gates, provenance={**statistics.provenance, "gates": provenance})
 
 
 def retrieval_gates(
@@ -73,11 +73,11 @@ def retrieval_gates(
         for step, text in enumerate(texts):
             ids = text.ids.to(model.device)[None]
             with torch.no_grad():
-                wanted = decoder(ids, use_cache=False).last_hidden_state[0, text.asked :].float()
+                target = decoder(ids, use_cache=False).last_hidden_state[0, text.asked :].float()
             _gates.set(gates)
             gated = decoder(ids, use_cache=False).last_hidden_state[0, text.asked :].float()
             _gates.set(None)
-            loss = (gated - wanted).square().mean() + _WEIGHT * torch.cat(everything).mean()
+            loss = (gated - target).square().mean() + _WEIGHT * torch.cat(everything).mean()
             if not loss.isfinite():
                 raise UnsupportedModelError(
                     "Some of the model's hidden states are not finite numbers: no gate can be found."
@@ -203,12 +203,12 @@ def draw(
                 "heads cannot be found; leave them out with --gate-steps 0."
             )
         first = number(len(haystack))
-        rest = (haystack * (between // len(haystack) + 2))[first : first + between]
+        filler = (haystack * (between // len(haystack) + 2))[first : first + between]
         # The last part of the passage has no passkeys, so that none is near its question.
-        places = sorted(number(max(1, between * 3 // 4)) for _ in needles)
+        insertions = sorted(number(max(1, between * 3 // 4)) for _ in needles)
         ids: list[int] = []
-        for begin, end, needle in zip([0, *places], [*places, between], [*needles, []], strict=True):
-            ids += rest[begin:end] + needle
+        for begin, end, needle in zip([0, *insertions], [*insertions, between], [*needles, []], strict=True):
+            ids += filler[begin:end] + needle
         answered = [token for answer in answers for token in answer]
         texts.append(Passkeys(torch.tensor(ids + answered, dtype=torch.long), len(ids)))
     return texts

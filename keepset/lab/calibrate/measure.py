@@ -156,11 +156,11 @@ def measure_rotation(
     """
     turned = rotate(unit[None, None], 1)[0, 0].float().cpu()
     straight = turned.diagonal()
-    others = turned - straight.diag()
-    crossed, partner = others.abs().max(0)
+    off_diagonal = turned - straight.diag()
+    crossed, partner = off_diagonal.abs().max(0)
     itself = torch.arange(len(unit))
     partner = partner.where(crossed > 0, itself)
-    sine = others[partner, itself]
+    sine = off_diagonal[partner, itself]
     if not torch.equal(partner[partner], itself) or not torch.allclose(sine, -sine[partner]):
         raise UnsupportedModelError(
             "This model rotates queries in a way that keepset cannot describe: it has no statistics for methods that "

@@ -115,7 +115,7 @@ def calibrate(
             statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=gate_steps, on_step=advance)
         if teacher:  # after the gates, which say where old facts are found
             passages = len(corpus.passages)
-            needs = reduce(or_, (each.traits.needs for each in teachers))  # one prefill serves all teachers
+            needs = reduce(or_, (method.traits.needs for method in teachers))  # one prefill serves all teachers
             passes = 2.5 if needs.of(SecondPass) else 1.1
             share = sum(map(len, cut_passages(corpus))) / corpus.tokens
             seconds = measuring * passes * share
@@ -151,10 +151,10 @@ def _note_artefacts(artefacts: Mapping[Path, Artefact]) -> None:
 
 def _note_networks(statistics: Statistics) -> None:
     """Say how the networks of `distilled` rank entries of passages that they were not fitted to."""
-    made = statistics.provenance.get("predictors")
-    if not made or not made["held_out"]:
+    networks = statistics.provenance.get("predictors")
+    if not networks or not networks["held_out"]:
         return
-    for name, by_layer in made["held_out"]["by_layer"].items():
+    for name, by_layer in networks["held_out"]["by_layer"].items():
         worst = min(by_layer, key=by_layer.__getitem__)
         note(
             f"On passages held out, {name}: {fmean(by_layer.values()):.2f} on average, and least in layer "

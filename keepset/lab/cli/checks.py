@@ -132,17 +132,18 @@ def offered_recipes(model: Any) -> list[Recipe]:
     from keepset import defaults
     from keepset.recipe import Recipe
 
-    own = defaults.default_methods(model.config.name_or_path or "")
-    return list(dict.fromkeys([*own, *Recipe.parse_list(", ".join(defaults.COMPARED))]))
+    model_defaults = defaults.default_methods(model.config.name_or_path or "")
+    return list(dict.fromkeys([*model_defaults, *Recipe.parse_list(", ".join(defaults.COMPARED))]))
 
 
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:
     """Refuse more tokens than the model's context takes."""
     longest = context_length(model)
     if longest is not None and length + new > longest:
-        more, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")
+        suffix, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")
         raise KeepsetError(
-            f"{length} tokens of prompt{more} do not fit the model's context of {longest}: give a shorter text{advice}."
+            f"{length} tokens of prompt{suffix} do not fit the model's context of {longest}: give a shorter "
+            f"text{advice}."
         )
 
 

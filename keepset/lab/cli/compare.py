@@ -98,10 +98,10 @@ def compare(
 
     # The defaults of prompts depend on the model.
     parsed = [] if recipes is None and not decode else Recipe.parse_list(DECODING if recipes is None else recipes)
-    given = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
-    note_few_entries(given)
+    parsed_budgets = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
+    note_few_entries(parsed_budgets)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
-    _check_budgets(decode, given)
+    _check_budgets(decode, parsed_budgets)
     question = given_text("--question", question)
     needle = _needle(text, question, answer, decode)
     source, images = essay() if text is None else read(text), read_images(image)
@@ -133,7 +133,7 @@ def compare(
         if not parsed:
             say_networks(loaded, model.called)
             parsed = offered_recipes(loaded)
-        candidates = grid(parsed, given, (every or _EVERY) if decode else None)
+        candidates = grid(parsed, parsed_budgets, (every or _EVERY) if decode else None)
         check_measured(loaded, (candidate.recipe for candidate in candidates))
         with progress("the full cache") as bar:
             if decode:
@@ -182,11 +182,11 @@ def _check_lengths(decode: bool, **lengths: int | None) -> None:
         raise KeepsetError("--continuation is the text's own, --generate the model's: give one of them.")
 
 
-def _continuation(asked: int | None, question: str | None, decode: bool, generate: int | None) -> int:
+def _continuation(tokens: int | None, question: str | None, decode: bool, generate: int | None) -> int:
     """Return how many tokens of the text follow the prompt; none if the full cache's answer to a question does."""
     if generate is not None:
         return 1
-    return asked or (0 if question is not None else _LONG_CONTINUATION if decode else _CONTINUATION)
+    return tokens or (0 if question is not None else _LONG_CONTINUATION if decode else _CONTINUATION)
 
 
 def _needle(text: Path | None, question: str | None, answer: str | None, decode: bool) -> Needle | None:

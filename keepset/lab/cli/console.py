@@ -208,8 +208,8 @@ def how_far(bar: Progress) -> str:
     if task is None:
         return ""
     left = _left(task)
-    rest = "" if left is None else f", {duration(left)} left"
-    return f"{task.description}: {task.completed:.0f} of {task.total:.0f}{rest}"
+    time_left = "" if left is None else f", {duration(left)} left"
+    return f"{task.description}: {task.completed:.0f} of {task.total:.0f}{time_left}"
 
 
 def _left(task: Any) -> float | None:
@@ -272,11 +272,11 @@ def _measured() -> Path:
     path = embedded.statistics_path()
     if path.is_file():
         return path
-    what = "measuring the embedded model's statistics"
+    activity = "measuring the embedded model's statistics"
     began = time.monotonic()
-    with beating(lambda: what):
+    with beating(lambda: activity):
         embedded.embedded_statistics()  # which announces it
-    note(f"{what} took {duration(time.monotonic() - began).removeprefix('about ')}")
+    note(f"{activity} took {duration(time.monotonic() - began).removeprefix('about ')}")
     return path
 
 

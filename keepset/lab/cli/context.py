@@ -54,7 +54,7 @@ def build(
     """
     from keepset.recipe import Recipe
 
-    given = None if recipe is None else Recipe.parse(recipe).require_budget()
+    requested = None if recipe is None else Recipe.parse(recipe).require_budget()
     check_tensor_file(out, force)
     content, images = read(text), read_images(image)
 
@@ -67,7 +67,7 @@ def build(
     prompt = _prompt(loaded, tokenizer, content, images)
     ids = prompt.pop("input_ids")
     check_fits_context(loaded, ids.shape[1])
-    parsed = default_recipe(loaded, model.called, ASKED_LATER) if given is None else given
+    parsed = default_recipe(loaded, model.called, ASKED_LATER) if requested is None else requested
     cache = Cache(loaded, parsed)
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
@@ -134,8 +134,8 @@ def ask(
     if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).is_dir():
         raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: give its place with --model.")
     loaded, tokenizer = load(Source(None if name == EMBEDDED else name, device, dtype))
-    _, rest = chat_parts(tokenizer, "", question)
-    ids = tokenizer(rest, add_special_tokens=False, return_tensors="pt")["input_ids"].to(loaded.device)
+    _, question_part = chat_parts(tokenizer, "", question)
+    ids = tokenizer(question_part, add_special_tokens=False, return_tensors="pt")["input_ids"].to(loaded.device)
     check_fits_context(loaded, header.tokens + ids.shape[1], sampling.tokens)
     inputs = Cache.load(file, loaded).ask(ids)
     cache = inputs.pop("past_key_values")

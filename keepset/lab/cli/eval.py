@@ -130,10 +130,12 @@ def evaluate(
 
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
-    each = _EVERY if every is None else every
-    given = None if budgets is None else parse_budgets(budgets)
-    note_few_entries(given or [])
-    candidates = {task.name: _candidates(task, recipes, given, each, stay, not no_baselines) for task in chosen}
+    interval = _EVERY if every is None else every
+    parsed_budgets = None if budgets is None else parse_budgets(budgets)
+    note_few_entries(parsed_budgets or [])
+    candidates = {
+        task.name: _candidates(task, recipes, parsed_budgets, interval, stay, not no_baselines) for task in chosen
+    }
     if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
         limit = _GENERATED
     grid = SweepGrid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
@@ -155,7 +157,7 @@ def evaluate(
 def _candidates(
     task: Task,
     recipes: str | None,
-    given: Sequence[Budget] | None,
+    budgets: Sequence[Budget] | None,
     every: int,
     always: tuple[int, int],
     baselines: bool,
@@ -167,23 +169,23 @@ def _candidates(
 
     interval = (every or None) if task.decodes else None
     requested = Recipe.parse_list((DECODING if interval else RECIPES) if recipes is None else recipes)
-    if given is None:
-        given = parse_budgets(DECODING_BUDGETS if interval else BUDGETS)
+    if budgets is None:
+        budgets = parse_budgets(DECODING_BUDGETS if interval else BUDGETS)
     open_ended = [recipe for recipe in requested if not recipe.budget.is_given and recipe.method.traits.needs_budget]
     of_recipes = [recipe.budget for recipe in requested if recipe.budget.is_given]
     named = [Budget(budget.keep, bytes=budget.bytes) for budget in of_recipes]
     if interval:
-        given = [budget for budget in given if isinstance(budget.keep, int)]
+        budgets = [budget for budget in budgets if isinstance(budget.keep, int)]
         named = [budget for budget in named if isinstance(budget.keep, int)]
-        if open_ended and not given:
+        if open_ended and not budgets:
             raise BudgetError(
                 f"{task.name} is about decoding, where a share of what is left would shrink at every event: give "
                 f"whole numbers too, such as --budgets {DECODING_BUDGETS}, or compress the prompt only with --every 0."
             )
-    chosen = candidates(requested, given, interval, always)
+    chosen = candidates(requested, budgets, interval, always)
     if baselines:
         random = f"random(protect_prompt=True, every={interval})" if interval else "random"
-        under = [*named, *(given if open_ended or not named else [])]
+        under = [*named, *(budgets if open_ended or not named else [])]
         chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)
     return list({candidate.text: candidate for candidate in chosen}.values())
 

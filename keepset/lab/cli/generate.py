@@ -42,7 +42,7 @@ def generate(
     """
     from keepset.recipe import Recipe
 
-    given = None if recipe is None else Recipe.parse(recipe).require_budget()
+    requested = None if recipe is None else Recipe.parse(recipe).require_budget()
     prompt, question = given_text("The prompt", prompt), given_text("The question", question)
     sampling = Sampling(output_tokens, temperature, seed)
     before, images = "" if text is None else read(text), read_images(image)
@@ -56,7 +56,7 @@ def generate(
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
-    parsed = default_recipe(loaded, model.called, ANSWERED_AT_ONCE) if given is None else given
+    parsed = default_recipe(loaded, model.called, ANSWERED_AT_ONCE) if requested is None else requested
     cache = Cache(loaded, parsed, task_tokens=task)
     ids, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
     at_end = next((event for event in cache.events if event.length == length), None)

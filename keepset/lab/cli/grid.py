@@ -126,8 +126,8 @@ def _widths(columns: Sequence[GridColumn], width: int) -> list[int | None]:
     for goal, kind in (("wanted", False), ("widest", True), ("widest", False)):
         for at, column in enumerate(columns):
             if column.is_number is kind:
-                more = min(room, max(getattr(column, goal) - widths[at], 0))
-                widths[at], room = widths[at] + more, room - more
+                growth = min(room, max(getattr(column, goal) - widths[at], 0))
+                widths[at], room = widths[at] + growth, room - growth
     return list(widths)
 
 

@@ -93,7 +93,7 @@ def _print(result: dict[str, Any]) -> None:
 
 def table(rows: Sequence[LatencyRow]) -> Table:
     """Return the medians of every recipe, grouped by the prompt's length."""
-    made = Table(
+    recipe_table = Table(
         "recipe",
         [
             Column("first token", itemgetter("first_seconds"), decimals(2, " s")),
@@ -106,10 +106,10 @@ def table(rows: Sequence[LatencyRow]) -> Table:
     for row in rows:
         tokens, recipe = integer(row["prompt_tokens"]), row["recipe"]
         if row["error"] is None:
-            made.add(f"{recipe}, {tokens} tokens", row, heading=f"{tokens} tokens of prompt", short=recipe)
+            recipe_table.add(f"{recipe}, {tokens} tokens", row, heading=f"{tokens} tokens of prompt", short=recipe)
         else:
-            made.lines.append(Line(f"{recipe}, {tokens} tokens", error=row["error"]))
-    return made
+            recipe_table.lines.append(Line(f"{recipe}, {tokens} tokens", error=row["error"]))
+    return recipe_table
 
 
 def conclusion(rows: Sequence[LatencyRow]) -> str:
@@ -120,24 +120,29 @@ def conclusion(rows: Sequence[LatencyRow]) -> str:
     all recipes have no figures, or rounds are missing.
     """
     longest = max((row["prompt_tokens"] for row in rows), default=0)
-    known = [row for row in rows if row["prompt_tokens"] == longest and row.get("tokens_per_second") is not None]
-    if len(known) < 2 or known[0]["recipe"] != rows[0]["recipe"]:
+    timed = [row for row in rows if row["prompt_tokens"] == longest and row.get("tokens_per_second") is not None]
+    if len(timed) < 2 or timed[0]["recipe"] != rows[0]["recipe"]:
         return ""
-    full, *others = known
+    full, *recipe_rows = timed
     rounds = len(full["rounds"])
-    if any(len(row["rounds"]) != rounds for row in others):
+    if any(len(row["rounds"]) != rounds for row in recipe_rows):
         return ""
     if rounds < _LEAST_ROUNDS:
         return f"Nothing can be concluded from {rounds} of the {_LEAST_ROUNDS} rounds that a comparison needs."
     # All generate the same number of tokens.
-    speeds = [_span(row, full, lambda own, others: others["rest_seconds"] / own["rest_seconds"]) for row in others]
+    speeds = [
+        _span(row, full, lambda recipe_round, full_round: full_round["rest_seconds"] / recipe_round["rest_seconds"])
+        for row in recipe_rows
+    ]
     fastest = max(speeds, key=lambda speed: speed.middle)
     tied = [at for at, speed in enumerate(speeds) if speed.high >= fastest.low]
-    at = min(tied, key=lambda at: others[at]["kv_bytes"])
-    row, speed = others[at], speeds[at]
-    first = _span(row, full, lambda own, others: own["first_seconds"] / others["first_seconds"])
-    beside = [others[each]["recipe"] for each in tied if each != at]
-    which = f"{row['recipe']}, a tie with {', '.join(beside)}," if beside else row["recipe"]
+    at = min(tied, key=lambda at: recipe_rows[at]["kv_bytes"])
+    row, speed = recipe_rows[at], speeds[at]
+    first = _span(
+        row, full, lambda recipe_round, full_round: recipe_round["first_seconds"] / full_round["first_seconds"]
+    )
+    tied_names = [recipe_rows[index]["recipe"] for index in tied if index != at]
+    which = f"{row['recipe']}, a tie with {', '.join(tied_names)}," if tied_names else row["recipe"]
     return (
         f"After {longest:,} tokens {which} makes {speed} the full cache's tokens a second (more is better) and holds "
         f"{row['kv_bytes'] / full['kv_bytes']:.0%} of its bytes; the first token takes {first} as long (less is "
@@ -158,5 +163,7 @@ class _Span(NamedTuple):
 
 def _span(row: LatencyRow, full: LatencyRow, ratio: Callable[[LatencyRow, LatencyRow], float]) -> _Span:
     """Return a ratio of a recipe's rounds to those of the full cache, one by one."""
-    ratios = [ratio(own, others) for own, others in zip(row["rounds"], full["rounds"], strict=True)]
+    ratios = [
+        ratio(recipe_round, full_round) for recipe_round, full_round in zip(row["rounds"], full["rounds"], strict=True)
+    ]
     return _Span(median(ratios), min(ratios), max(ratios))

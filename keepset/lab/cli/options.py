@@ -50,17 +50,19 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
         for name, kind in (("model", Model), ("device", Device), ("dtype", Dtype))
     ]
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "model"]
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "model"]
 
     @wraps(command)
-    def called(model: str | None = None, device: str | None = None, dtype: str | None = None, **others: Any) -> None:
+    def called(
+        model: str | None = None, device: str | None = None, dtype: str | None = None, **keyword_arguments: Any
+    ) -> None:
         from keepset.core.select import nan_scores_refused
 
         with nan_scores_refused():
-            command(model=Source(model, device, dtype), **others)
+            command(model=Source(model, device, dtype), **keyword_arguments)
 
-    called.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
+    called.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, *options)}
     return called
 
 

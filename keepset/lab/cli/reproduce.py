@@ -63,7 +63,7 @@ def reproduce(
     """
     check_least(1, limit=limit, output_tokens=output_tokens)
     Sampling(1, 0.0, seed)
-    wanted = () if prompt_tokens is None else tuple(parse_whole(prompt_tokens, "prompt-tokens"))
+    lengths = () if prompt_tokens is None else tuple(parse_whole(prompt_tokens, "prompt-tokens"))
     check_ray(ray)
     check_writable(json_file)
 
@@ -75,7 +75,7 @@ def reproduce(
         return _print_list(list(entries().values()), json_file)
     chosen = entry_of(entry)
     files = {name: path.resolve() for name, path in (("stats", stats), ("tables", tables)) if path is not None}
-    options = Options(limit, seed, output_tokens, wanted, data, files)
+    options = Options(limit, seed, output_tokens, lengths, data, files)
     results, measured, failed = [], [], False
     names = chosen.models if model is None else (model,)
     with _folder(out):
@@ -137,17 +137,17 @@ def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool
     from keepset.lab.papers.entry import count_idle, grid_of
     from keepset.lab.papers.figures import figures_of
 
-    asked = grid_of(sweep, options)
+    grid = grid_of(sweep, options)
 
     def foretell(cost: Cost) -> None:
         note(f"{cost}; figures go to {str(path)!r}")
-        for task, recipes in count_idle(asked).items():
+        for task, recipes in count_idle(grid).items():
             note(f"{task}: its answers end before {recipes} of the recipes drop anything: give more --output-tokens")
 
     check_writable(path)
     asking = Asking(sweep.mode, answer_tokens=options.answer_tokens, alone=sweep.alone)
     # Recipes that need no file are worth measuring without those that need one.
-    cells, lost = sweep_grid(path, asked, source, asking, ray, foretell, complete=False)
+    cells, lost = sweep_grid(path, grid, source, asking, ray, foretell, complete=False)
     say_lost(lost)
     return figures_of(sweep, cells, options.files), bool(lost)
 
@@ -172,18 +172,18 @@ def _result(entry: Entry, model: str, rows: Sequence[MeasuredFigure]) -> dict[st
 def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
     def print_table() -> None:
         columns = [
-            Column("shows", lambda each: each.title, is_text=True),
+            Column("shows", lambda entry: entry.title, is_text=True),
             Column(
                 "models",
-                lambda each: "\n".join(model.rpartition("/")[2] for model in each.models),
+                lambda entry: "\n".join(model.rpartition("/")[2] for model in entry.models),
                 rank=1,
                 is_text=True,
             ),
-            Column("state", lambda each: each.state, rank=2, is_text=True),
+            Column("state", lambda entry: entry.state, rank=2, is_text=True),
         ]
         table = Table("entry", columns)
-        for each in entries:
-            table.add(each.name, each)
+        for entry in entries:
+            table.add(entry.name, entry)
         show_table(table)
         say(
             "\nData come from the hub, or from a folder with --data; entries that name no data need none. "
@@ -191,7 +191,7 @@ def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
         )
 
     names = ("name", "source", "title", "models", "data", "state", "note")
-    output([{name: getattr(each, name) for name in names} for each in entries], json_file, print_table)
+    output([{name: getattr(entry, name) for name in names} for entry in entries], json_file, print_table)
 
 
 def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
@@ -199,8 +199,8 @@ def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
     from keepset.lab.papers.figures import table_of
 
     for result in results:
-        whose = "Average over the models" if result["model"] == AVERAGE else f"Model: {result['model']}"
-        say(f"{entry.source}: {entry.title}. {whose}.")
+        scope = "Average over the models" if result["model"] == AVERAGE else f"Model: {result['model']}"
+        say(f"{entry.source}: {entry.title}. {scope}.")
         if result["model"] == EMBEDDED:
             say("This model is far too small for these tasks: its scores mean nothing.")
         if result["paper_model"] not in (None, result["model"]):
@@ -209,5 +209,5 @@ def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
             say(entry.note)
         measured = [row for row in result["rows"] if row["examples"]]
         show_table(table_of(measured))
-        if others := len(result["rows"]) - len(measured):
-            say(f"Figures of the paper that were not measured, because of the data or the options: {others}.")
+        if unmeasured := len(result["rows"]) - len(measured):
+            say(f"Figures of the paper that were not measured, because of the data or the options: {unmeasured}.")

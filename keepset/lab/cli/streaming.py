@@ -60,8 +60,8 @@ def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampl
     nbytes = cache.nbytes if hasattr(cache, "nbytes") else dynamic_nbytes(cache)
     first, count = streamer.first or stop, len(streamer.ids)
     speed = (count - 1) / (stop - first) if count > 1 else float("nan")
-    beside = nbytes - cache.nbytes_entries if hasattr(cache, "nbytes_entries") else 0
-    free = f", {megabytes(beside)} of it for tokens to come and the next event" if beside >= _SHOWN else ""
+    spare_bytes = nbytes - cache.nbytes_entries if hasattr(cache, "nbytes_entries") else 0
+    free = f", {megabytes(spare_bytes)} of it for tokens to come and the next event" if spare_bytes >= _SHOWN else ""
     return streamer.ids, (
         f"{megabytes(nbytes)} of KV cache at the end{free}, first token after {first - start:.2f} s, "
         f"{count} tokens, {speed:.1f} tokens/s"

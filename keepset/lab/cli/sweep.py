@@ -93,7 +93,7 @@ def sweep_grid(
     loaded, tokenizer = load(source._replace(device="cpu") if ray else source)
     _check_lengths(grid.tasks, context_length(loaded))
     if complete:
-        check_measured(loaded, (each.recipe for group in grid.candidates.values() for each in group))
+        check_measured(loaded, (candidate.recipe for group in grid.candidates.values() for candidate in group))
     chat = asking.chat and tokenizer.chat_template is not None
     runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
     runner |= {"alone": True} if asking.alone else {}
@@ -149,5 +149,5 @@ def _finished(out: Path, grid: SweepGrid, source: Source, chat: bool, settings: 
 
 def say_lost(lost: Sequence[Skipped]) -> None:
     """Note which cells could not be made this time, and why."""
-    for each, times in Counter(lost).items():
-        note(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")
+    for cell, times in Counter(lost).items():
+        note(f"{cell.task}: {cell.recipe} was left out, {times} times ({cell.reason}); the same command tries again")

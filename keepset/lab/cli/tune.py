@@ -46,7 +46,7 @@ def tune(
         raise BudgetError(f"--budget {budget!r} has several values: give one, under which all recipes are compared.")
     check_whole(2**63, seed=(seed, 0))
     for path in text:
-        if [other.resolve() for other in text].count(path.resolve()) > 1:
+        if [file.resolve() for file in text].count(path.resolve()) > 1:
             raise KeepsetError(f"{str(path)!r} is given twice: give each text once.")
     sources = [read(path) for path in text]
     check_writable(json_file)
@@ -98,12 +98,12 @@ def table(result: dict[str, Any]) -> Table:
         Column("top-1", lambda row: row["top1"], whole_percent),
         Column("prefill", lambda row: row["prefill_seconds"] / row["prefill_seconds_full"], times, rank=4),
     ]
-    made = Table("recipe", columns)
+    recipe_table = Table("recipe", columns)
     for row in result["rows"]:
         style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
-        made.add(row["recipe"], row, style=style)
-    made.lines += [Line(each["recipe"], error=each["reason"]) for each in result["dropped"]]
-    return made
+        recipe_table.add(row["recipe"], row, style=style)
+    recipe_table.lines += [Line(entry["recipe"], error=entry["reason"]) for entry in result["dropped"]]
+    return recipe_table
 
 
 def _ends(row: dict[str, Any]) -> str | None:

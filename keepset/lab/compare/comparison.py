@@ -80,8 +80,8 @@ def _row(record: Record) -> dict[str, Any]:
     """Return a record's names, figures and answer, without missing ones."""
     named = {name: getattr(record, name) for name in ("recipe", "method", "requested", "error")}
     answer = {"answer": record.replies[0]} if record.replies else {}
-    known = {name: value for name, value in named.items() if value is not None}
-    return {**known, **record.figures, **record.curves, **answer}
+    present = {name: value for name, value in named.items() if value is not None}
+    return {**present, **record.figures, **record.curves, **answer}
 
 
 class Comparer(ABC):
@@ -111,9 +111,9 @@ _PART = 256
 """Tokens that are compared at once; few, because the vocabulary is large."""
 
 
-def kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]) -> Float[Tensor, " n"]:
-    """Return KL(full || other) after every token in nats, `[n]`."""
-    parts = zip(full.split(_PART), other.split(_PART), strict=True)
+def kl(full: Float[Tensor, "n vocabulary"], compressed: Float[Tensor, "n vocabulary"]) -> Float[Tensor, " n"]:
+    """Return KL(full || compressed) after every token in nats, `[n]`."""
+    parts = zip(full.split(_PART), compressed.split(_PART), strict=True)
     return torch.cat(
         [
             F.kl_div(b.float().log_softmax(-1), a.float().log_softmax(-1), log_target=True, reduction="none").sum(-1)
@@ -139,10 +139,10 @@ def kl_figures(divergences: Float[Tensor, " n"]) -> dict[str, float]:
     The interval serves to order recipes on one text. It says nothing about other texts.
     """
     whole = mean(divergences)
-    known = of_mean(divergences.tolist()) if math.isfinite(whole) else None
-    if known is None or known.low is None or known.high is None:
+    interval = of_mean(divergences.tolist()) if math.isfinite(whole) else None
+    if interval is None or interval.low is None or interval.high is None:
         return {"kl": whole, "kl_low": whole, "kl_high": whole}
-    return {"kl": whole, "kl_low": known.low, "kl_high": known.high}
+    return {"kl": whole, "kl_low": interval.low, "kl_high": interval.high}
 
 
 def fidelity(
@@ -188,10 +188,10 @@ def by_budget(comparison: Comparison) -> list[list[Record]]:
     A record that answers like the full cache is better than one that does not; then the lower KL is better.
     """
     rows = [row for row in comparison.rows if row.error is None]
-    asked = bool(comparison.full.get("needle_found"))
+    has_needle = bool(comparison.full.get("needle_found"))
 
     def worth(row: Record) -> tuple[bool, float]:
-        return asked and not row.figures["needle_found"], row.figures["kl"]
+        return has_needle and not row.figures["needle_found"], row.figures["kl"]
 
     def budget(row: Record) -> tuple[bool, bool, float, str]:
         return largest_first(row.requested)
@@ -231,8 +231,8 @@ def _answering(rows: Sequence[Record]) -> str:
     found = [row.method for row in rows if row.figures["needle_found"]]
     lost = [row.method for row in rows if not row.figures["needle_found"]]
     does = "answers" if len(found) == 1 else "answer"
-    rest = f"; {_listed(lost)} {'has' if len(lost) == 1 else 'have'} lost the fact" if lost else ""
-    return f"Asked one question {_within(rows)}, {_listed(found)} {does} as the full cache does{rest}."
+    lost_part = f"; {_listed(lost)} {'has' if len(lost) == 1 else 'have'} lost the fact" if lost else ""
+    return f"Asked one question {_within(rows)}, {_listed(found)} {does} as the full cache does{lost_part}."
 
 
 def _nearest(rows: Sequence[Record], tokens: int) -> str:
@@ -240,8 +240,8 @@ def _nearest(rows: Sequence[Record], tokens: int) -> str:
     tied = [row for row in rows if row.figures["kl_low"] <= best.figures["kl_high"]]
     if len(tied) == 1:
         figures = f"KL {best.figures['kl']:.3f}, the same next token in {best.figures['top1']:.0%} of {tokens} places"
-        rest = f", {last.method} furthest (KL {last.figures['kl']:.3f})" if len(rows) > 1 else ""
-        return f"On this text, {_within(rows)}, {best.method} is nearest to the full cache ({figures}){rest}."
+        furthest = f", {last.method} furthest (KL {last.figures['kl']:.3f})" if len(rows) > 1 else ""
+        return f"On this text, {_within(rows)}, {best.method} is nearest to the full cache ({figures}){furthest}."
     span = f"KL {best.figures['kl']:.3f} to {tied[-1].figures['kl']:.3f} over {tokens} tokens"
     if len(tied) == len(rows):
         return f"On this text, {_within(rows)}, the recipes cannot be told apart ({span})."
@@ -262,5 +262,5 @@ def _within(rows: Sequence[Record]) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     """Return names as a list for a sentence; only the first few of many."""
-    *others, last = [*names[:_NAMED], *([f"{len(names) - _NAMED} more"] if len(names) > _NAMED else [])]
-    return f"{', '.join(others)} and {last}" if others else last
+    *leading, last = [*names[:_NAMED], *([f"{len(names) - _NAMED} more"] if len(names) > _NAMED else [])]
+    return f"{', '.join(leading)} and {last}" if leading else last

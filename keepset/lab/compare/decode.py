@@ -147,14 +147,16 @@ class DecodeComparer(Comparer):
         self._model(self._prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
         prefill_seconds = time.perf_counter() - start
         logits: list[Tensor] = []
-        held: list[tuple[int, float]] = []
+        sizes: list[tuple[int, float]] = []
         for part in feed_slices(self._text.shape[1], every):
             ids = self._text[:, part]
             logits.append(self._model(ids, past_key_values=cache, use_cache=True).logits[0])
             nbytes, share = held_now()
-            held += [(nbytes, share * cache.get_seq_length())] * ids.shape[1]
+            sizes += [(nbytes, share * cache.get_seq_length())] * ids.shape[1]
             self._on_tokens(ids.shape[1])
-        return _Run(torch.cat(logits), [nbytes for nbytes, _ in held], [tokens for _, tokens in held], prefill_seconds)
+        return _Run(
+            torch.cat(logits), [nbytes for nbytes, _ in sizes], [tokens for _, tokens in sizes], prefill_seconds
+        )
 
 
 def _kept(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:

@@ -101,7 +101,7 @@ def compile_tables(
     pool: ContextPool,
     settings: CompileSettings,
     log: Path | None = None,
-    stage: Stage = lambda what, count: lambda: None,
+    stage: Stage = lambda title, count: lambda: None,
 ) -> Tables:
     """Measure contexts, try joint actions on some of them, and learn both tables from the rewards.
 
@@ -202,8 +202,8 @@ def _measure_risks(
         if not log.has_risk(context.name):
             log.add_risk(context.name, Judge(model, settings.method, context).risk)
         done()
-    known = log.risks
-    return torch.tensor([known[context.name] for context in pool.contexts], dtype=torch.float64).float()
+    risks = log.risks
+    return torch.tensor([risks[context.name] for context in pool.contexts], dtype=torch.float64).float()
 
 
 def _try_actions(
@@ -278,8 +278,8 @@ def _gate_table(
     grid = torch.arange(shape[0] * shape[1] * shape[2]).view(shape)
     states = grid[budgets, :, cell]
     budget, layer, bins = (part.flatten() for part in torch.meshgrid(*map(torch.arange, shape), indexing="ij"))
-    apart = [bins // PERPLEXITY_BINS, bins % PERPLEXITY_BINS]
-    kinds = [layer, budget * layers + layer, *([grid.flatten()] if settings.gate == "table" else apart)]
+    signal_bins = [bins // PERPLEXITY_BINS, bins % PERPLEXITY_BINS]
+    kinds = [layer, budget * layers + layer, *([grid.flatten()] if settings.gate == "table" else signal_bins)]
     sizes = torch.tensor([0, layers, shape[0] * layers, ENTROPY_BINS], dtype=torch.long).cumsum(0).tolist()
     features = torch.stack([kind + size for kind, size in zip(kinds, sizes, strict=False)], 1)
     thresholds = torch.tensor(THRESHOLDS, dtype=torch.float32)
@@ -341,8 +341,10 @@ def stratified(bins: Sequence[int], count: int) -> list[int]:
 
 
 def _edges(risk: Float[Tensor, " contexts"], bins: int) -> Float[Tensor, " _"]:
-    known = risk[risk.isfinite()].double()
-    low, high = known.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist() if len(known) else (0, 0)
+    finite = risk[risk.isfinite()].double()
+    low, high = (
+        finite.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist() if len(finite) else (0, 0)
+    )
     if high - low < 1e-3:  # all alike
         low, high = low - 0.5, high + 0.5
     return torch.linspace(low, high, bins - 1, dtype=torch.float64)

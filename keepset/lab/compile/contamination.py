@@ -20,8 +20,8 @@ def passage_hashes(text: str) -> tuple[str, ...]:
     words = text.split()
     runs = (" ".join(words[first : first + _WORDS]) for first in range(max(len(words) - _WORDS, 0) + 1) if words)
     hashes = {hashlib.blake2b(run.encode("utf-8", "surrogatepass"), digest_size=8).digest() for run in runs}
-    chosen = {each for each in hashes if each[-1] % _ONE_IN == 0} or set(sorted(hashes)[:1])
-    return tuple(sorted(each.hex() for each in chosen))
+    chosen = {digest for digest in hashes if digest[-1] % _ONE_IN == 0} or set(sorted(hashes)[:1])
+    return tuple(sorted(digest.hex() for digest in chosen))
 
 
 def is_contaminated(tables: Tables, text: str) -> bool:

@@ -92,6 +92,6 @@ def draw(count: int, decisions: int, actions: int, seed: str) -> Int[Tensor, "co
     occurrence are independent between decisions. The probability of any single action is 1 / `actions`.
     """
     chance = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
-    places = torch.rand(count, decisions, generator=chance, dtype=torch.float32).argsort(0)
+    permutations = torch.rand(count, decisions, generator=chance, dtype=torch.float32).argsort(0)
     # If count is no multiple of actions, the actions that occur once more are also drawn.
-    return (places + torch.randint(actions, (decisions,), generator=chance)) % actions
+    return (permutations + torch.randint(actions, (decisions,), generator=chance)) % actions

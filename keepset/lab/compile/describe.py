@@ -14,19 +14,19 @@ _FACTS = ("recipe", "contexts", "tokens", "continuation", "reward", "seed", "cor
 
 def describe_tables(tables: Tables) -> list[str]:
     """Return lines that describe tables: their model, how they were made, and their values."""
-    known, budgets = tables.provenance, tables.budgets.tolist()
+    provenance, budgets = tables.provenance, tables.budgets.tolist()
     layers, heads = tables.weights.shape[1:]
-    model = known.get("model")
+    model = provenance.get("model")
     name = model.get("name") if isinstance(model, dict) else model
     lines = [
         f"tables of {name or 'a model'}: {layers} layers of {heads} query heads, budgets {', '.join(map(str, budgets))}"
     ]
     facts = {
-        **known,
-        "recipe": shown(known.get("method", "")) or None,
-        "corpus": str(known.get("corpus", ""))[:12] or None,
+        **provenance,
+        "recipe": shown(provenance.get("method", "")) or None,
+        "corpus": str(provenance.get("corpus", ""))[:12] or None,
     }
-    lines.append(", ".join(f"{what} {facts[what]}" for what in _FACTS if facts.get(what) is not None))
+    lines.append(", ".join(f"{fact} {facts[fact]}" for fact in _FACTS if facts.get(fact) is not None))
     lines += coverage(tables)
     for row, budget in enumerate(budgets):
         weights = tables.weights[row].flatten()
@@ -53,8 +53,8 @@ def coverage(tables: Tables) -> list[str]:
 
 
 def _ranges(flags: list[bool]) -> str:
-    """Return the places of true flags as text, such as `0-3, 7`."""
-    ranges = runs([place for place, flag in enumerate(flags) if flag])
+    """Return the indices of true flags as text, such as `0-3, 7`."""
+    ranges = runs([index for index, flag in enumerate(flags) if flag])
     return ", ".join(f"{first}-{end - 1}" if end - first > 1 else str(first) for first, end in ranges)
 
 

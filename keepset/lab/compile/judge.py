@@ -76,11 +76,14 @@ class Judge:
         expected = -float(F.kl_div(compressed, full, log_target=True, reduction="none").sum(-1).mean())
         if not (math.isfinite(said) and math.isfinite(expected)):
             raise KeepsetError("Some of the model's logits are not finite numbers: no tables can be compiled.")
-        return Verdict(said, expected, *(float(each.counts.double().mean()) for each in (keep_set, uncut)))
+        return Verdict(said, expected, *(float(choice.counts.double().mean()) for choice in (keep_set, uncut)))
 
     @cached_property
     def _signals(self) -> dict[int, Tensor]:
-        return {each.layer: self._method.signal(each, self._received) for each in self._session.prefill().observations}
+        return {
+            observation.layer: self._method.signal(observation, self._received)
+            for observation in self._session.prefill().observations
+        }
 
     @cached_property
     def _full(self) -> Float[Tensor, "n vocabulary"]:

@@ -30,12 +30,12 @@ def entry_of(name: str) -> Entry:
     Raises:
         KeepsetError: if there is none; the sentence names similar ones.
     """
-    known = entries()
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    by_name = entries()
+    if name not in by_name:
+        close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.5)
         near = f"did you mean {', '.join(map(repr, close))}?" if close else "`keepset reproduce list` shows all."
         raise KeepsetError(f"There is no table or figure {name!r}; {near}")
-    return known[name]
+    return by_name[name]
 
 
 def read_entries(text: str) -> list[Entry]:
@@ -51,7 +51,7 @@ def _entry(name: str, fields: Mapping[str, Any], paper: Mapping[str, Any]) -> En
         source=f"{paper['paper']}, {name.removeprefix(paper['paper'].lower())[1:].replace('-', ' ').title()}",
         title=fields["title"],
         models=models,
-        sweeps=tuple(sweep for each in fields.get("sweeps", ()) for sweep in _sweeps(each, paper)),
+        sweeps=tuple(sweep for description in fields.get("sweeps", ()) for sweep in _sweeps(description, paper)),
         measure=_measure(**measure) if measure else None,
         takes=measure["takes"] if measure else "",
         published=_published(fields.get("published", ()), models),

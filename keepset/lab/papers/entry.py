@@ -219,7 +219,7 @@ def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
     return SweepGrid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
 
 
-def count_idle(asked: SweepGrid) -> dict[str, int]:
+def count_idle(grid: SweepGrid) -> dict[str, int]:
     """Return for each task how many recipes never compress, because answers end before their first event.
 
     Such a recipe compresses no prompt, and its interval is at least as long as the longest answer.
@@ -227,10 +227,10 @@ def count_idle(asked: SweepGrid) -> dict[str, int]:
     recipes = {
         task.name: sum(
             not recipe.schedule.prefill and (recipe.schedule.every or 0) >= task.generation.tokens
-            for candidate in asked.candidates[task.name]
+            for candidate in grid.candidates[task.name]
             if (recipe := candidate.recipe) is not None
         )
-        for task in asked.tasks
+        for task in grid.tasks
     }
     return {task: count for task, count in recipes.items() if count}
 

@@ -35,9 +35,9 @@ def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path])
     for task in dict.fromkeys(task for task, _ in by_place):
         for metric in sweep.metrics:
             of_metric = [
-                _figure_of(FigureKey(task + sweep.suffix, line.method, line.keep, metric), there)
+                _figure_of(FigureKey(task + sweep.suffix, line.method, line.keep, metric), records)
                 for line in lines
-                if metric not in CURVES and (there := by_place.get((task, line.candidate.text)))
+                if metric not in CURVES and (records := by_place.get((task, line.candidate.text)))
             ]
             rows += [*of_metric, *_differences(sweep, of_metric)]
     if not sweep.average:
@@ -47,7 +47,7 @@ def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path])
     for row in rows:
         if row.key.task.removesuffix(sweep.suffix) in tasks:
             by_line.setdefault(row.key._replace(task=""), []).append(row)
-    averages = [_average(together, places, len(tasks)) for places in by_line.values()]
+    averages = [_average(together, line_rows, len(tasks)) for line_rows in by_line.values()]
     return [*rows, *averages, *_over_budgets(together, sweep, cells, lines)]
 
 
@@ -63,12 +63,12 @@ def _told_apart(
             {(cell.task, cell.example): cell.score for cell in cells if cell.recipe == texts[name, keep]}
             for name in (sweep.solved_by, sweep.missed_by)
         )
-        apart = {example for example in solved if solved[example] == 1 and missed.get(example, 1) < 1}
+        separating = {example for example in solved if solved[example] == 1 and missed.get(example, 1) < 1}
         recipes = {line.candidate.text for line in lines if line.keep == keep}
-        kept += [cell for cell in cells if cell.recipe in recipes and (cell.task, cell.example) in apart]
+        kept += [cell for cell in cells if cell.recipe in recipes and (cell.task, cell.example) in separating]
         for task in dict.fromkeys(cell.task for cell in cells):
             examples = sum(of == task for of, _ in solved)
-            count = Figure(float(sum(of == task for of, _ in apart)))
+            count = Figure(float(sum(of == task for of, _ in separating)))
             name = f"{sweep.solved_by} right, {sweep.missed_by} wrong"
             rows.append(MeasuredFigure(FigureKey(task + sweep.suffix, name, keep, "examples"), count, examples))
     return kept, rows
@@ -77,12 +77,12 @@ def _told_apart(
 def _differences(sweep: Sweep, rows: Sequence[MeasuredFigure]) -> Iterator[MeasuredFigure]:
     """Yield the differences of two methods' figures of one task and metric, under the same budget."""
     figures = {(row.key.method, row.key.keep): row for row in rows if row.figure is not None}
-    for name, (more, less) in sweep.differences.items():
+    for name, (minuend, subtrahend) in sweep.differences.items():
         for (method, keep), row in figures.items():
-            other = figures.get((less, keep))
-            if method == more and row.figure is not None and other is not None and other.figure is not None:
-                value = Figure(row.figure.value - other.figure.value)
-                yield MeasuredFigure(row.key._replace(method=name), value, min(row.examples, other.examples))
+            second = figures.get((subtrahend, keep))
+            if method == minuend and row.figure is not None and second is not None and second.figure is not None:
+                value = Figure(row.figure.value - second.figure.value)
+                yield MeasuredFigure(row.key._replace(method=name), value, min(row.examples, second.examples))
 
 
 def averages_over_models(
@@ -91,12 +91,12 @@ def averages_over_models(
     """Return the mean over models, and over the modes of a task, for each of the paper's; None if a model lacks one."""
     rows = []
     for key in published:
-        places = [
+        by_model = [
             [row for row in rows if row.key._replace(task=row.key.task.partition(", ")[0]) == key] for rows in models
         ]
-        figures = [row.figure.value for place in places for row in place if row.figure is not None]
-        found = [row for place in places for row in place]
-        whole = all(places) and len(figures) == len(found)
+        figures = [row.figure.value for model_rows in by_model for row in model_rows if row.figure is not None]
+        found = [row for model_rows in by_model for row in model_rows]
+        whole = all(by_model) and len(figures) == len(found)
         figure = Figure(fmean(figures)) if whole else None
         counts = sum(row.examples for row in found), sum(row.failed for row in found)
         rows.append(MeasuredFigure(key, figure, *counts))
@@ -147,7 +147,7 @@ def _over_budgets(
         for name, method in methods.items():
             if name in trades:
                 trade = trades[name]
-                figures = {AREA: trade.area} | {removed_at(each.tolerance): each.removed for each in trade.reach}
+                figures = {AREA: trade.area} | {removed_at(reach.tolerance): reach.removed for reach in trade.reach}
                 key = FigureKey(together, method, None, metric)
                 yield MeasuredFigure(key, figures.get(metric), trade.examples, trade.failed)
 

@@ -54,10 +54,10 @@ def _by_layer(
     """Return means over each text's heads or channels, of all layers and of each; intervals are over texts."""
     layers = list(texts[0])
     rows = []
-    for task, wanted in [("all layers", layers), *((f"layer {layer}", [layer]) for layer in layers)]:
+    for task, layer_ids in [("all layers", layers), *((f"layer {layer}", [layer]) for layer in layers)]:
         for name in vars(texts[0][layers[0]]):
-            values = [torch.cat([getattr(text[layer], name).double() for layer in wanted]) for text in texts]
-            means = [float(each.nanmean()) for each in values if not each.isnan().all()]
+            values = [torch.cat([getattr(text[layer], name).double() for layer in layer_ids]) for text in texts]
+            means = [float(value.nanmean()) for value in values if not value.isnan().all()]
             rows.append(MeasuredFigure(FigureKey(task, method, None, name), of_mean(means), len(texts)))
     return rows
 
@@ -91,19 +91,19 @@ def generation_costs(
     text = "\n\n".join(default_texts())[: _CHARACTERS * max(lengths)]
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
     recipes = [recipe_of(recipe, options.files) for recipe in methods.values()]
-    names = [(full, None), *((name, each.budget.keep) for name, each in zip(methods, recipes, strict=True))]
+    names = [(full, None), *((name, recipe.budget.keep) for name, recipe in zip(methods, recipes, strict=True))]
     rows: list[MeasuredFigure] = []
     for length in lengths:
-        wanted = options.answer_tokens or output or length // 4
+        output_tokens = options.answer_tokens or output or length // 4
         if length > ids.shape[1]:
             raise KeepsetError(
                 f"The texts have {ids.shape[1]} tokens, fewer than {length}: give fewer --prompt-tokens."
             )
-        *_, timings = latency(model, [ids[:, :length]], recipes, wanted, options.limit or rounds)
+        *_, timings = latency(model, [ids[:, :length]], recipes, output_tokens, options.limit or rounds)
         for (name, keep), timing in zip(names, timings, strict=True):
             for metric, value in _paper_units(timing).items():
                 figure = None if value is None else Figure(value)
-                key = FigureKey(f"{length} + {wanted}", name, keep, metric)
+                key = FigureKey(f"{length} + {output_tokens}", name, keep, metric)
                 rows.append(
                     MeasuredFigure(key, figure, len(timing.rounds), int(timing.error is not None), timing.error)
                 )
@@ -150,9 +150,9 @@ def _tables(options: Options) -> Tables:
     return load(str(options.files["tables"]))
 
 
-def _by_budget(tables: Tables, place: str, metric: str, of_budget: Sequence[float]) -> list[MeasuredFigure]:
+def _by_budget(tables: Tables, task: str, metric: str, of_budget: Sequence[float]) -> list[MeasuredFigure]:
     return [
-        MeasuredFigure(FigureKey(place, "CompilerKV", keep, metric), Figure(value), 1)
+        MeasuredFigure(FigureKey(task, "CompilerKV", keep, metric), Figure(value), 1)
         for keep, value in zip(tables.budgets.tolist(), of_budget, strict=True)
     ]
 

@@ -54,17 +54,17 @@ def table(comparison: Comparison) -> Table:
     """Return the full cache and all recipes, best first under each budget, then those that failed."""
     full = full_record(comparison)
     ran = [record for group in by_budget(comparison) for record in group]
-    made = Table("recipe", filled(_COLUMNS, [full, *ran]))
-    made.add(FULL, full, is_reference=True)
+    recipe_table = Table("recipe", filled(_COLUMNS, [full, *ran]))
+    recipe_table.add(FULL, full, is_reference=True)
     methods = _methods(comparison)
     rows = {id(record): at for at, record in enumerate(comparison.rows)}
     for record in ran:
         budget = record.requested or "chosen by the method"
         at = methods.index(record.method)
         mark = (plot.entry("", at)[2], at)
-        made.add(record.recipe, record, heading=budget, short=record.method, mark=mark, choice=rows[id(record)])
-    made.lines += [Line(each.recipe, error=each.error) for each in comparison.rows if each.error is not None]
-    return made
+        recipe_table.add(record.recipe, record, heading=budget, short=record.method, mark=mark, choice=rows[id(record)])
+    recipe_table.lines += [Line(row.recipe, error=row.error) for row in comparison.rows if row.error is not None]
+    return recipe_table
 
 
 def full_record(comparison: Comparison) -> Record:
@@ -123,7 +123,7 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
     first = next((at for at, record in enumerate(rows) if record is best), None)
     failed = len(rows) - len(ran)
     decoding = comparison.drift_tokens is not None
-    asked = [
+    needle_facts = [
         ("Asked after compression", needle.question if needle else None),
         ("A right answer contains", needle.answer if needle else None),
         ("The full cache answers", full.get("answer")),
@@ -152,7 +152,7 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
             ("Full KV cache: mean" if decoding else "Full KV cache", f"{megabytes(full['kv_bytes'])} MB"),
             ("Full cache: prefill", f"{seconds(full['prefill_seconds'])} s"),
             ("Full cache: NLL", f"{full['nll']:.4f} nats/token"),
-            *asked,
+            *needle_facts,
         ],
     )
 
@@ -206,7 +206,7 @@ def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]
         return plot.Point(share, floor if is_hollow else value, hover, is_hollow=is_hollow)
 
     lines = [
-        (method, sorted((point(record) for record in ran if record.method == method), key=lambda each: each.x))
+        (method, sorted((point(record) for record in ran if record.method == method), key=lambda drawn: drawn.x))
         for method in _methods(comparison)
     ]
     x = plot.axis("KV cache bytes, share of a full 16-bit cache", tickformat=".0%", rangemode="tozero", zeroline=False)
@@ -218,7 +218,7 @@ def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]
 def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
     """Return the chart of the KL of one part of the text after another, a line per recipe."""
     size = comparison.drift_tokens or 1
-    methods, seen = _methods(comparison), dict.fromkeys(_methods(comparison), 0)
+    methods, line_counts = _methods(comparison), dict.fromkeys(_methods(comparison), 0)
     drifting = [record for record in ran if len(record.curves.get("kl_drift", ())) > 1]
     floor = _floor(value for record in drifting for value in record.curves["kl_drift"])
     lines = []
@@ -228,8 +228,8 @@ def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
             end = min((part + 1) * size, comparison.continuation_tokens)
             hover = f"{plot.wrapped(record.recipe)}<br>KL {value:.3g} nats<br>tokens {part * size} to {end}"
             points.append(plot.Point(end, floor if value <= 0 else value, hover, is_hollow=value <= 0))
-        dash = plot.DASHES[seen[record.method] % len(plot.DASHES)]
-        seen[record.method] += 1
+        dash = plot.DASHES[line_counts[record.method] % len(plot.DASHES)]
+        line_counts[record.method] += 1
         lines.append(plot.line(record.recipe, points, methods.index(record.method), group=record.method, dash=dash))
     note = (
         f"Mean KL(full ‖ compressed) of every {integer(size)} tokens after the prompt, one line per recipe; budgets of "

@@ -69,7 +69,9 @@ def page(
     }
     packed = resources.files(__package__).joinpath("plotly-cartesian.min.js.gz").read_bytes()
     script = "".join(map(asset, ("elements.js", "page.js", "kept.js")))
-    digests = (base64.b64encode(hashlib.sha256(each).digest()) for each in (gzip.decompress(packed), script.encode()))
+    digests = (
+        base64.b64encode(hashlib.sha256(content).digest()) for content in (gzip.decompress(packed), script.encode())
+    )
     hashes = " ".join(f"'sha256-{digest.decode('ascii')}'" for digest in digests)
     return Template(asset("frame.html")).substitute(
         title=command,

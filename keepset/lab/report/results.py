@@ -95,7 +95,7 @@ def peaks_table(rows: Sequence[Row]) -> Table:
 
 def trades_table(trades: Sequence[Trade]) -> Table:
     """Return the areas under methods' curves, and the share that can be dropped at each loss."""
-    tolerances = sorted({each.tolerance for trade in trades for each in trade.reach})
+    tolerances = sorted({reach.tolerance for trade in trades for reach in trade.reach})
     columns = [
         Column("area (95%)", lambda trade: trade.area, interval, "%"),
         Column("from", lambda trade: trade.smallest, percent, "of 16-bit", rank=len(tolerances) + 1),
@@ -106,27 +106,27 @@ def trades_table(trades: Sequence[Trade]) -> Table:
         columns.append(
             Column(
                 f"can go, loss {tolerance:.0%}",
-                lambda trade, at=tolerance: next((each for each in trade.reach if each.tolerance == at), None),
+                lambda trade, at=tolerance: next((reach for reach in trade.reach if reach.tolerance == at), None),
                 lambda reach: (">= " if reach.at_least else "") + interval(reach.removed),
                 "%",
                 rank=len(tolerances) - rank,
             )
         )
-    made = Table("", columns, fold=True)
+    table = Table("", columns, fold=True)
     for trade in trades:
         failed = f"failures, counted as not answered: {trade.failed}" if trade.failed else ""
-        made.add(trade.method, trade, heading=trade.task, error=failed)
-    return made
+        table.add(trade.method, trade, heading=trade.task, error=failed)
+    return table
 
 
 def _by_task(rows: Sequence[Row], columns: list[Column], error: Callable[[Row], str] = lambda row: "") -> Table:
-    made = Table("", filled(columns, rows), fold=True)
+    table = Table("", filled(columns, rows), fold=True)
     for task, group in groupby(rows, attrgetter("task")):
         of_task = list(group)
         heading = _heading(task, of_task)
         for row in of_task:
-            made.add(row.recipe, row, heading=heading, error=error(row))
-    return made
+            table.add(row.recipe, row, heading=heading, error=error(row))
+    return table
 
 
 def _heading(task: str, rows: Sequence[Row]) -> str:
@@ -157,7 +157,7 @@ def terminal_tables(summary: Summary) -> list[tuple[Table, str]]:
         (peaks_table(rows), _PEAKS_NOTE),
         (trades_table(summary.trades), ""),
     ]
-    return [(each, note) for each, note in tables if each.lines]
+    return [(table, note) for table, note in tables if table.lines]
 
 
 def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> str:
@@ -169,10 +169,11 @@ def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> st
     recipes = {row.recipe for row in summary.rows if row.recipe != FULL}
     count = len({row.task for row in summary.rows})
     maps: dict[str, list[dict[str, Any]]] = {}
-    for each in sorted(summary.needles, key=lambda each: each.recipe != FULL):
-        maps.setdefault(each.task, []).append(_map(each))
+    for needle in sorted(summary.needles, key=lambda needle: needle.recipe != FULL):
+        maps.setdefault(needle.task, []).append(_map(needle))
     needles = [
-        (task, [{"kind": "maps", "maps": maps[task]}]) for task in dict.fromkeys(each.task for each in summary.needles)
+        (task, [{"kind": "maps", "maps": maps[task]}])
+        for task in dict.fromkeys(needle.task for needle in summary.needles)
     ]
     sections = [choice("task", "Task", tasks)] if tasks else []
     if needles:
@@ -217,7 +218,7 @@ def _task(task: str, summary: Summary, methods: Sequence[str]) -> list[Section]:
         {**choice("axis", "Horizontal axis", charts, radio=True), "title": "Accuracy against what is kept"},
         figures_table(rows).section("Figures", note=note),
     ]
-    for made, title, name, words in (
+    for table, title, name, words in (
         (events_table(rows), "While decoding", "events", _EVENTS_NOTE),
         (peaks_table(rows), "Peak memory", "peaks", _PEAKS_NOTE),
         (
@@ -227,8 +228,8 @@ def _task(task: str, summary: Summary, methods: Sequence[str]) -> list[Section]:
             _TRADES,
         ),
     ):
-        if made.lines:
-            sections.append(made.section(title, name, words))
+        if table.lines:
+            sections.append(table.section(title, name, words))
     return sections
 
 

@@ -140,8 +140,8 @@ class Table:
     def section(self, title: str, name: str = "rows", note: str = "") -> dict[str, Any]:
         """Return the table as a section of a page: its heading, its id and a note below it."""
         columns = [
-            {"title": each.title, "unit": each.unit, "text": each.is_text, "pinned": each.is_pinned}
-            for each in self.columns
+            {"title": column.title, "unit": column.unit, "text": column.is_text, "pinned": column.is_pinned}
+            for column in self.columns
         ]
         lines = [line.to_json() for line in self.lines]
         section = {"kind": "table", "id": name, "title": title, "note": note}

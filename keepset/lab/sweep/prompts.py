@@ -90,17 +90,17 @@ class PromptBuilder:
         if self._mode == "agnostic":
             questions = [self._tokenized(question, self._end(question)) for question in example.questions]
             return [self._fitted(EvalPrompt(context, tuple(questions)), example, (), answer)]
-        asked = [self._encode(question.text, special=False) for question in example.questions]
+        question_ids = [self._encode(question.text, special=False) for question in example.questions]
         ends = [self._tokenized(question, self._after + question.prefix) for question in example.questions]
-        if not all(asked):
+        if not all(question_ids):
             raise KeepsetError(f"Example {example.id} has no question that could be told: use the mode 'agnostic'.")
         if task_aware:
-            both = [replace(end, ids=ids + end.ids) for ids, end in zip(asked, ends, strict=True)]
-            prompt = EvalPrompt(context, tuple(both), tasks=tuple(asked))
+            joined = [replace(end, ids=ids + end.ids) for ids, end in zip(question_ids, ends, strict=True)]
+            prompt = EvalPrompt(context, tuple(joined), tasks=tuple(question_ids))
             return [self._fitted(prompt, example, (), answer)]
         return [
             self._fitted(EvalPrompt(context + ids, (end,)), example, ids, answer)
-            for ids, end in zip(asked, ends, strict=True)
+            for ids, end in zip(question_ids, ends, strict=True)
         ]
 
     def _joint(self, example: Example, question: Question, answer: int) -> EvalPrompt:
@@ -122,7 +122,9 @@ class PromptBuilder:
 
     def _fitted(self, prompt: EvalPrompt, example: Example, end: Sequence[int], answer: int) -> EvalPrompt:
         """Cut the middle out of a prompt's context, which `end` follows, if prompt and answer are too long."""
-        after = max(len(each.ids) + max(map(len, each.choices), default=answer) for each in prompt.questions)
+        after = max(
+            len(question.ids) + max(map(len, question.choices), default=answer) for question in prompt.questions
+        )
         excess = 0 if self._longest is None else len(prompt.ids) + after - self._longest
         if excess <= 0:
             return prompt

@@ -90,15 +90,15 @@ def run(
 @contextmanager
 def _cluster() -> Iterator[tuple[int, int]]:
     """Connect to a cluster, or start one on this machine; yield its numbers of CPUs and GPUs."""
-    mine = not ray.is_initialized()
-    if mine:
+    started = not ray.is_initialized()
+    if started:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         resources = ray.cluster_resources()
         yield max(int(resources.get("CPU", 1)), 1), int(resources.get("GPU", 0))
     finally:
-        if mine:
+        if started:
             ray.shutdown()
 
 

@@ -79,7 +79,7 @@ class Runner:
         for task_aware, together in groupby(runs, self._is_task_aware):
             yield from self._share(list(together), task_aware)
 
-    def decode(self, asked: Iterable[CellRun]) -> Iterator[tuple[CellRun, Record | None]]:
+    def decode(self, runs: Iterable[CellRun]) -> Iterator[tuple[CellRun, Record | None]]:
         """Compute several cells at once; the next one is taken when there may be room for it.
 
         Yields:
@@ -91,7 +91,7 @@ class Runner:
             recipes = [] if run.recipe is None else [run.recipe]
             return self._job(run, prompts, 0, lambda prompt: self._session(prompt, recipes))
 
-        for done, error in Scheduler(self._model, self._room, map(job, asked), self._most).run():
+        for done, error in Scheduler(self._model, self._room, map(job, runs), self._most).run():
             yield done.run, None if error is not None else done.run.cell()
 
     def _share(self, runs: Sequence[CellRun], task_aware: bool) -> Iterator[Record]:
@@ -285,7 +285,7 @@ class Job:
         except KeepsetError as error:
             self.run.error = str(error)
         peak = {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
-        self.run.answered += [replace(each, figures={**each.figures, **peak}) for each in answered]
+        self.run.answered += [replace(record, figures={**record.figures, **peak}) for record in answered]
 
     def _cached(self, prompt: EvalPrompt) -> CachedPrompt:
         recipe = self.run.recipe

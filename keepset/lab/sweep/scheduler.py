@@ -77,15 +77,15 @@ class Scheduler(Generic[Job]):
                     return
                 yield from self._step()
         finally:
-            for each in self._going:
-                each.streams.close()
+            for current in self._going:
+                current.streams.close()
 
     def _next(self) -> Job | None:
         """Return the next job if it may begin now."""
         if len(self._going) >= self._most:
             return None
         job = self._waiting.popleft() if self._waiting else next(self._jobs, None)
-        growing = [(each.stream.cache, each.job.tokens) for each in self._going]
+        growing = [(current.stream.cache, current.job.tokens) for current in self._going]
         if job is not None and not self._room.takes(job.tokens, growing):
             self._waiting.appendleft(job)
             return None
@@ -113,38 +113,38 @@ class Scheduler(Generic[Job]):
     def _step(self) -> Done[Job]:
         """Decode one more token of every current answer."""
         stepped, peak = list(self._going), watch_peak(self._model.device)
-        step(self._model, [each.stream for each in stepped])
-        called = [each for each in stepped if not each.stream.over]
-        failed = [each for each in called if each.stream.error is not None]
-        for each in stepped:
-            _note(each.job, peak())
-            error = each.stream.error
+        step(self._model, [current.stream for current in stepped])
+        called = [current for current in stepped if not current.stream.over]
+        failed = [current for current in called if current.stream.error is not None]
+        for current in stepped:
+            _note(current.job, peak())
+            error = current.stream.error
             if error is not None and not isinstance(error, KeepsetError) and not is_out_of_memory(error):
                 raise error
         again = []
-        for each in stepped:
-            error = each.stream.error
-            if each.stream.over:
-                self._going.remove(each)
-                yield from self._resume(each.job, each.streams)
+        for current in stepped:
+            error = current.stream.error
+            if current.stream.over:
+                self._going.remove(current)
+                yield from self._resume(current.job, current.streams)
             elif isinstance(error, KeepsetError) and (len(called) == 1 or len(failed) < len(called)):
-                self._going.remove(each)
-                yield from self._resume(each.job, each.streams, error)
+                self._going.remove(current)
+                yield from self._resume(current.job, current.streams, error)
             elif error is not None:  # the call's and not the answer's own, or memory was not enough
-                self._going.remove(each)
-                each.streams.close()
-                again.append(each.job)
+                self._going.remove(current)
+                current.streams.close()
+                again.append(current.job)
         if again:
             failure = failed[0].stream.error
             assert failure is not None
             yield from self._again(again, failure, len(called))
 
-    def _again(self, jobs: list[Job], error: Exception, beside: int) -> Done[Job]:
-        """Restart failed jobs, of which `beside` ran at once, later; or yield a single one with its error."""
-        if beside == 1:
+    def _again(self, jobs: list[Job], error: Exception, parallel: int) -> Done[Job]:
+        """Restart failed jobs, of which `parallel` ran at once, later; or yield a single one with its error."""
+        if parallel == 1:
             yield jobs[0], error
         else:
-            self._most = max(1, beside // 2)
+            self._most = max(1, parallel // 2)
             self._waiting.extendleft(reversed(jobs))
 
 

@@ -120,11 +120,11 @@ class Store:
         Raises:
             KeepsetError: the configuration differs; the sentence names every difference.
         """
-        mine = self.configuration
+        stored = self.configuration
         differs = [
-            f"{name}: {_word(mine.get(name))}, not {_word(value)}"
+            f"{name}: {_word(stored.get(name))}, not {_word(value)}"
             for name, value in configuration.items()
-            if mine.get(name) != value
+            if stored.get(name) != value
         ]
         if differs:
             difference = "; ".join(differs)
@@ -137,10 +137,10 @@ class Store:
             KeepsetError: the file has cells of other examples.
         """
         with self._transaction() as database:
-            known = database.execute("SELECT digest FROM examples WHERE task = ? AND seed = ?", [task, seed]).fetchone()
-            if known is None:
+            row = database.execute("SELECT digest FROM examples WHERE task = ? AND seed = ?", [task, seed]).fetchone()
+            if row is None:
                 database.execute("INSERT INTO examples VALUES (?, ?, ?, ?)", [task, seed, digest, json.dumps(ids)])
-        if known is not None and known[0] != digest:
+        if row is not None and row[0] != digest:
             raise KeepsetError(
                 f"{task}'s examples with seed {seed} differ from those in {str(self.path)!r}, because data, tokenizer "
                 f"or the task's program changed: {_ADVICE}."
@@ -150,8 +150,8 @@ class Store:
         """Return the ids of a task's examples under a seed; None if they were never made."""
         with _sentences(self.path):
             query = "SELECT ids FROM examples WHERE task = ? AND seed = ?"
-            known = self._database.execute(query, [task, seed]).fetchone()
-        return None if known is None else json.loads(known[0])
+            row = self._database.execute(query, [task, seed]).fetchone()
+        return None if row is None else json.loads(row[0])
 
     def done(self) -> set[tuple[GroupKey, str]]:
         """Return the group and the recipe of every cell in the file."""
@@ -163,14 +163,14 @@ class Store:
         """Return all cells, ordered by the task's examples, then by recipes in the order of their first cells."""
         with _sentences(self.path):
             rows = self._database.execute("SELECT cell FROM cells ORDER BY rowid").fetchall()
-            known = self._database.execute("SELECT task, seed, ids FROM examples ORDER BY rowid").fetchall()
+            example_rows = self._database.execute("SELECT task, seed, ids FROM examples ORDER BY rowid").fetchall()
         try:
             written = [Record.from_json(json.loads(text)) for (text,) in rows]
             cells = [replace(c, recipe=shown(c.recipe), method=shown(c.method)) for c in written]
-            keys = [(task, seed, example) for task, seed, ids in known for example in json.loads(ids)]
-            place = {key: at for at, key in enumerate(keys)}
+            keys = [(task, seed, example) for task, seed, ids in example_rows for example in json.loads(ids)]
+            order = {key: at for at, key in enumerate(keys)}
             rank = {recipe: at for at, recipe in enumerate(dict.fromkeys(cell.recipe for cell in cells))}
-            return sorted(cells, key=lambda cell: (place[cell.task, cell.seed, cell.example], rank[cell.recipe]))
+            return sorted(cells, key=lambda cell: (order[cell.task, cell.seed, cell.example], rank[cell.recipe]))
         except (ValueError, TypeError, KeyError):
             raise _no_sweep(self.path) from None
 

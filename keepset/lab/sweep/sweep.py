@@ -46,8 +46,8 @@ class SweepGrid:
         for task, seed in product(self.tasks, self.seeds):
             if (examples := store.examples(task.name, seed)) is None:
                 return False
-            wanted = product(examples, self.candidates[task.name])
-            if not all(((task.name, seed, example), candidate.text) in done for example, candidate in wanted):
+            cells = product(examples, self.candidates[task.name])
+            if not all(((task.name, seed, example), candidate.text) in done for example, candidate in cells):
                 return False
         return True
 
@@ -67,7 +67,7 @@ class SweepGrid:
                     raise KeepsetError(f"{task.name} has several examples of one id: give each an id of its own.")
                 store.register(task.name, seed, ids, digest(task, examples))
                 of_task += [(seed, example) for example in examples]
-            for chosen in [[each] for each in candidates] if task.decodes else [candidates]:
+            for chosen in [[candidate] for candidate in candidates] if task.decodes else [candidates]:
                 groups += [Group(task, seed, example, chosen) for seed, example in of_task]
         return groups
 
@@ -81,10 +81,10 @@ class SweepGrid:
 
     def of(self, cells: Sequence[Record]) -> list[Record]:
         """Return the requested cells, in the order of tasks and candidates."""
-        wanted = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
-        place = {names: at for at, names in enumerate(wanted)}
-        chosen = [cell for cell in cells if (cell.task, cell.recipe) in place and cell.seed in self.seeds]
-        return sorted(chosen, key=lambda cell: place[cell.task, cell.recipe])
+        keys = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
+        order = {names: at for at, names in enumerate(keys)}
+        chosen = [cell for cell in cells if (cell.task, cell.recipe) in order and cell.seed in self.seeds]
+        return sorted(chosen, key=lambda cell: order[cell.task, cell.recipe])
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class Skipped:
 def unfinished(groups: Sequence[Group], done: Collection[tuple[GroupKey, str]]) -> list[Group]:
     """Return the groups with cells that are not in `done`, with only the candidates of these cells."""
     lacking = [
-        replace(group, candidates=[each for each in group.candidates if (group.key, each.text) not in done])
+        replace(
+            group, candidates=[candidate for candidate in group.candidates if (group.key, candidate.text) not in done]
+        )
         for group in groups
     ]
     return [group for group in lacking if group.candidates]
@@ -189,8 +191,8 @@ def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Record | Skipped]
             yield from _on_one_prefill(runner, group)
             continue
         runs = (CellRun(g.task, g.seed, g.example, *g.candidates) for g in chain([group], groups))
-        for each, cell in runner.decode(runs):
-            yield cell or Skipped(each.task.name, each.candidate.text, _NO_MEMORY)
+        for cell_run, cell in runner.decode(runs):
+            yield cell or Skipped(cell_run.task.name, cell_run.candidate.text, _NO_MEMORY)
 
 
 def _on_one_prefill(runner: Runner, group: Group) -> Iterator[Record | Skipped]:

@@ -33,9 +33,9 @@ class DataRecord:
         for name in names:
             if self.fields.get(name) is not None:
                 return self.fields[name]
-        wanted = " or ".join(map(repr, names))
-        there = ", ".join(map(repr, self.fields)) or "no field"
-        raise KeepsetError(f"{self.where} lacks the field {wanted}: it has {there}.")
+        alternatives = " or ".join(map(repr, names))
+        available = ", ".join(map(repr, self.fields)) or "no field"
+        raise KeepsetError(f"{self.where} lacks the field {alternatives}: it has {available}.")
 
 
 class HubData(NamedTuple):
@@ -52,9 +52,9 @@ def load_records(name: str, folder: Path | None, hub: HubData) -> list[DataRecor
     Raises:
         KeepsetError: if the file is damaged, or the hub cannot be reached.
     """
-    own = find_records(folder, name)
-    if own is not None:
-        return own
+    user_records = find_records(folder, name)
+    if user_records is not None:
+        return user_records
     with loading(name):
         items = import_extra("datasets").load_dataset(hub.path, hub.subset, split=hub.split)
         return [DataRecord(f"{hub.path}, item {index},", item) for index, item in enumerate(items)]
@@ -100,8 +100,8 @@ def loading(name: str) -> Iterator[None]:
     datasets = import_extra("datasets")
     before = datasets.config.HF_HUB_OFFLINE
     try:
-        with offline_if_unreachable() as asked:
-            datasets.config.HF_HUB_OFFLINE = before or not asked
+        with offline_if_unreachable() as online:
+            datasets.config.HF_HUB_OFFLINE = before or not online
             yield
     except KeepsetError:
         raise

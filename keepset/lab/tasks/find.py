@@ -24,8 +24,8 @@ def find(names: Sequence[str], settings: TaskSettings) -> list[Task]:
     check_names(names)
     tasks: dict[str, Task] = {}
     for name in names:
-        own = next((module for module in map(_module, TASK_MODULES) if name in module.NAMES), None)
-        for task in _of_harness(name, settings) if own is None else own.make(name, settings):
+        task_module = next((module for module in map(_module, TASK_MODULES) if name in module.NAMES), None)
+        for task in _of_harness(name, settings) if task_module is None else task_module.make(name, settings):
             tasks.setdefault(task.name, task)
     return list(tasks.values())
 
@@ -38,16 +38,16 @@ def check_names(names: Sequence[str]) -> None:
     """
     if not names:
         raise KeepsetError("There is no task to evaluate: name one, such as gsm8k.")
-    own = _own()
-    others = [name for name in names if name not in own and not name.endswith(".yaml")]
-    folder = harness_folder() if others else None
+    own_names = _own()
+    foreign = [name for name in names if name not in own_names and not name.endswith(".yaml")]
+    folder = harness_folder() if foreign else None
     if folder is None:
         return
     texts = [file.read_text("utf-8", errors="replace") for file in folder.rglob("*.yaml")]
-    for name in others:
+    for name in foreign:
         if not name or not any(name in text for text in texts):
-            known = [found for text in texts for found in _NAMED.findall(text)]
-            raise KeepsetError(f"There is no task {name!r}{_nearest(name, [*own, *known])}")
+            harness_names = [found for text in texts for found in _NAMED.findall(text)]
+            raise KeepsetError(f"There is no task {name!r}{_nearest(name, [*own_names, *harness_names])}")
 
 
 _NAMED = re.compile(r"""^(?:task|group|tag):[ ]*["']?([\w./-]+)""", re.MULTILINE)
@@ -61,23 +61,23 @@ def harness_folder() -> Path | None:
 
 
 def _own() -> list[str]:
-    return [known for module in map(_module, TASK_MODULES) for known in module.NAMES]
+    return [name for module in map(_module, TASK_MODULES) for name in module.NAMES]
 
 
 def _of_harness(name: str, settings: TaskSettings) -> list[Task]:
-    own = _own()
+    names = _own()
     if importlib.util.find_spec("lm_eval") is None:
         raise KeepsetError(
-            f"There is no task {name!r} without lm-evaluation-harness: {installation('eval')}{_nearest(name, own)}"
+            f"There is no task {name!r} without lm-evaluation-harness: {installation('eval')}{_nearest(name, names)}"
         )
     harness = _module("harness")
     if not harness.knows(name, settings):
-        raise KeepsetError(f"There is no task {name!r}{_nearest(name, own)}")
+        raise KeepsetError(f"There is no task {name!r}{_nearest(name, names)}")
     return harness.make(name, settings)
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, dict.fromkeys(known), n=3, cutoff=0.5)
+def _nearest(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, dict.fromkeys(names), n=3, cutoff=0.5)
     return (
         f"; did you mean {', '.join(map(repr, close))}?" if close else "; name one such as gsm8k, ruler or hellaswag."
     )

@@ -46,7 +46,7 @@ def make(name: str, settings: TaskSettings) -> list[HarnessTask]:
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
     with loading(name), _prepared():
         loaded = manager.load(name)["tasks"]
-    return [HarnessTask(str(own), task, (name, settings)) for own, task in loaded.items()]
+    return [HarnessTask(str(task_name), task, (name, settings)) for task_name, task in loaded.items()]
 
 
 class HarnessTask(Task):
@@ -93,7 +93,7 @@ class HarnessTask(Task):
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         """Return all metrics that are means over items, by every filter of the task: `exact_match,strict-match`."""
         replies = [reply] if isinstance(reply, str) else reply
-        instances = [Instance("", question.target, (), index, resps=[one]) for index, one in enumerate(replies)]
+        instances = [Instance("", question.target, (), index, resps=[answer]) for index, answer in enumerate(replies)]
         figures: dict[str, float] = {}
         for ensemble in self._task._filters:
             ensemble.apply(instances)
@@ -125,9 +125,9 @@ class HarnessTask(Task):
 
 
 @functools.cache
-def _made(own: str, name: str, settings: TaskSettings, generation: Generation) -> Task:
-    known = next(task for task in _every(name, settings) if task.name == own)
-    task = HarnessTask(own, known._task, (name, settings))
+def _made(task_name: str, name: str, settings: TaskSettings, generation: Generation) -> Task:
+    original = next(task for task in _every(name, settings) if task.name == task_name)
+    task = HarnessTask(task_name, original._task, (name, settings))
     task.generation = generation
     return task
 

@@ -35,7 +35,7 @@ _CONTEXT = "{{context}}"
 def make(name: str, settings: TaskSettings) -> list[Task]:
     """Return the task; `longbench` is all sixteen."""
     names = NAMES[:-1] if name == _GROUP else [name]
-    return [LongBenchTask(one, settings) for one in names]
+    return [LongBenchTask(task_name, settings) for task_name in names]
 
 
 class LongBenchTask(Task):

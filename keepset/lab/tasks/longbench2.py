@@ -32,7 +32,7 @@ _ANSWERED = re.compile(r"The correct answer is (?:\(([A-D])\)|([A-D]))")
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
     """Return the domain's task; `longbench2` is all six."""
-    return [LongBench2Task(one, settings) for one in (_DOMAINS if name == _GROUP else [name])]
+    return [LongBench2Task(task_name, settings) for task_name in (_DOMAINS if name == _GROUP else [name])]
 
 
 class LongBench2Task(Task):
@@ -44,10 +44,10 @@ class LongBench2Task(Task):
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
         """Return the domain's items of the folder's `longbench2.jsonl`, which has all domains, or else of the hub."""
-        own = [item for item in load_records(_GROUP, self._folder, _HUB) if item.first("domain") == self._domain]
-        if not own:
+        items = [item for item in load_records(_GROUP, self._folder, _HUB) if item.first("domain") == self._domain]
+        if not items:
             raise KeepsetError(f"{_GROUP}.jsonl has no item of the domain {self._domain!r}: take the official file.")
-        return [_example(item, str(index)) for index, item in enumerate(own[:limit])]
+        return [_example(item, str(index)) for index, item in enumerate(items[:limit])]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         """Return whether the first letter that the reply calls correct is right; letters in brackets come first."""
@@ -58,9 +58,9 @@ class LongBench2Task(Task):
 
 def _example(item: DataRecord, index: str) -> Example:
     choices = "\n".join(f"({letter}) {str(item.first(f'choice_{letter}')).strip()}" for letter in "ABCD")
-    asked = str(item.first("question")).strip()
+    question_text = str(item.first("question")).strip()
     question = (
-        f"\n\nWhat is the correct answer to this question: {asked}\nChoices:\n{choices}\n\n"
+        f"\n\nWhat is the correct answer to this question: {question_text}\nChoices:\n{choices}\n\n"
         'Format your response as follows: "The correct answer is (insert answer here)".'
     )
     if (answer := item.first("answer")) not in ("A", "B", "C", "D"):

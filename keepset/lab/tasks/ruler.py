@@ -50,7 +50,7 @@ PARTS = {
 def make(name: str, settings: TaskSettings) -> list[Task]:
     """Return one task for every length; `ruler` is all thirteen."""
     names = list(_TASKS) if name == "ruler" else [name]
-    return [RulerTask(one, length, settings) for one in names for length in settings.lengths]
+    return [RulerTask(task_name, length, settings) for task_name in names for length in settings.lengths]
 
 
 class RulerTask(Task):
@@ -78,15 +78,15 @@ class RulerTask(Task):
         Raises:
             KeepsetError: if the length is too short for a made example.
         """
-        own = read_prompts(self._settings.data, self._base, self.length)
-        if own is not None:
-            return [self._example(index, *prompt) for index, prompt in enumerate(own[:limit])]
+        user_prompts = read_prompts(self._settings.data, self._base, self.length)
+        if user_prompts is not None:
+            return [self._example(index, *prompt) for index, prompt in enumerate(user_prompts[:limit])]
         maker = self._maker(self.length, self._settings)
         space = room(tokenizer, self.length, self.generation.tokens)
         examples: list[Example] = []
         count = partial(measure, tokenizer)
-        index, guess, wanted = 0, None, EXAMPLES if limit is None else limit
-        while len(examples) < wanted and index != maker.questions:
+        index, guess, example_count = 0, None, EXAMPLES if limit is None else limit
+        while len(examples) < example_count and index != maker.questions:
             make = partial(self._make_example, maker, index, seed)
             fitted = fit(make, count, space, smallest=maker.smallest, largest=maker.largest, guess=guess)
             if fitted is not None:

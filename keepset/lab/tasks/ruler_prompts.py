@@ -63,17 +63,19 @@ class Needles(PromptMaker):
 
     def make(self, size: int, index: int, seed: int) -> PromptParts:
         chance = random.Random(f"{self} {index} {seed}")
-        known: dict[str, list[str]] = {}
-        while len(known) < self.keys:
-            known[_value(self.key, chance)] = [_value(self.value, chance) for _ in range(self.values)]
-        needles = [self._needle(name, value) for name, values in known.items() for value in values]
+        values_by_key: dict[str, list[str]] = {}
+        while len(values_by_key) < self.keys:
+            values_by_key[_value(self.key, chance)] = [_value(self.value, chance) for _ in range(self.values)]
+        needles = [self._needle(name, value) for name, values in values_by_key.items() for value in values]
         chance.shuffle(needles)
         hay = self._hay(size, chance)
-        places = [len(hay) * step // 39 for step in range(40)] if self.haystack == "essays" else range(size)
-        for place, needle in zip(sorted(chance.sample(places, len(needles)), reverse=True), needles, strict=True):
-            hay.insert(place, needle)
-        chosen = chance.sample(list(known), self.queries)
-        return self._prompt(chosen, (" " if self.haystack == "essays" else "\n").join(hay), known)
+        insertions = [len(hay) * step // 39 for step in range(40)] if self.haystack == "essays" else range(size)
+        for insertion, needle in zip(
+            sorted(chance.sample(insertions, len(needles)), reverse=True), needles, strict=True
+        ):
+            hay.insert(insertion, needle)
+        chosen = chance.sample(list(values_by_key), self.queries)
+        return self._prompt(chosen, (" " if self.haystack == "essays" else "\n").join(hay), values_by_key)
 
     def _hay(self, size: int, chance: random.Random) -> list[str]:
         if self.haystack == "essays":
@@ -85,19 +87,19 @@ class Needles(PromptMaker):
     def _needle(self, key: str, value: str) -> str:
         return f"One of the special magic {self.value} for {key} is: {value}."
 
-    def _prompt(self, chosen: Sequence[str], hay: str, known: dict[str, list[str]]) -> PromptParts:
+    def _prompt(self, chosen: Sequence[str], hay: str, values_by_key: dict[str, list[str]]) -> PromptParts:
         single = self.queries * self.values == 1
-        what = self.value[:-1] if single else self.value
-        some, all_of, are = ("A", "is", "is") if single else ("Some", "are all", "are")
+        noun = self.value[:-1] if single else self.value
+        determiner, all_of, are = ("A", "is", "is") if single else ("Some", "are all", "are")
         query = chosen[0] if len(chosen) == 1 else f"{', '.join(chosen[:-1])}, and {chosen[-1]}"
         context = (
-            f"{some} special magic {what} {are} hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about the {what} afterwards.\n{hay}"
+            f"{determiner} special magic {noun} {are} hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {noun} afterwards.\n{hay}"
         )
         return context, Question(
-            f"\nWhat {all_of} the special magic {what} for {query} mentioned in the provided text?",
-            target=tuple(value for name in chosen for value in known[name]),
-            prefix=f" The special magic {what} for {query} mentioned in the provided text {are}",
+            f"\nWhat {all_of} the special magic {noun} for {query} mentioned in the provided text?",
+            target=tuple(value for name in chosen for value in values_by_key[name]),
+            prefix=f" The special magic {noun} for {query} mentioned in the provided text {are}",
         )
 
 
@@ -190,8 +192,8 @@ def cut(text: str, question: str, answers: Sequence[str]) -> PromptParts:
 
     `question` are the question's first words; the last place that has them counts.
     """
-    context, begin, rest = text.rpartition(question)
-    words, answer, prefix = rest.rpartition(" Answer:")
+    context, begin, remainder = text.rpartition(question)
+    words, answer, prefix = remainder.rpartition(" Answer:")
     return context, Question(begin + words, target=tuple(answers), prefix=(answer + prefix).rstrip())
 
 

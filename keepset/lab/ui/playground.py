@@ -127,8 +127,8 @@ class Playground:
         recipe = request.parsed()
         if not request.text.strip():
             raise KeepsetError("There is no text: paste one.")
-        prompt, rest = self._prompt(request)
-        ids, question = prompt["input_ids"], self._encoded(rest)
+        prompt, question_part = self._prompt(request)
+        ids, question = prompt["input_ids"], self._encoded(question_part)
         length = ids.shape[1] + question.shape[1]
         if length > self.limit:
             raise KeepsetError(f"The text has {length} tokens with its question: give at most {self.limit}.")
@@ -156,13 +156,13 @@ class Playground:
     def _prompt(self, request: RunRequest) -> tuple[dict[str, Tensor], str]:
         """Return the model's inputs for the image and the text, and the words that follow with the question."""
         if not request.image:
-            context, rest = chat_parts(self._tokenizer, request.text, request.question)
-            return {"input_ids": self._encoded(context)}, rest
+            context, question_part = chat_parts(self._tokenizer, request.text, request.question)
+            return {"input_ids": self._encoded(context)}, question_part
         if self.processor is None:
             raise KeepsetError("This model does not look at images: leave the image out.")
         image = decode_image(request.image, "The image")
-        rest = image_chat_parts(self.processor, 1, request.text, request.question)[1]
-        return Pictured(self._model, self.processor, [image]).prompt(request.text), rest
+        question_part = image_chat_parts(self.processor, 1, request.text, request.question)[1]
+        return Pictured(self._model, self.processor, [image]).prompt(request.text), question_part
 
     def _encoded(self, text: str) -> Tensor:
         tokens = self._tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)

@@ -113,10 +113,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_ours(self) -> bool:
         """Return whether the request is for this server and from its own page; answer it otherwise."""
-        places = {f"{name}:{self.server.port}" for name in _NAMES}
+        hosts = {f"{name}:{self.server.port}" for name in _NAMES}
         origin = self.headers.get("Origin")
-        foreign = origin is not None and origin.removeprefix("http://") not in places
-        if self.headers.get("Host") in places and not foreign:
+        foreign = origin is not None and origin.removeprefix("http://") not in hosts
+        if self.headers.get("Host") in hosts and not foreign:
             return True
         self._answer(403, f"Open http://{HOST}:{self.server.port} in a browser of this machine.")
         return False
