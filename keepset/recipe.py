@@ -28,6 +28,8 @@ class Schedule:
     Attributes:
         prefill: whether to compress at the prompt's end; a prefill in chunks counts as one.
         every: number of decoded tokens between events after the prompt; None for no such events.
+        turns: whether conversations are compressed: what was said before a turn, when the next turn begins. Then
+            nothing happens at a prompt's end, and a share is one of all tokens that were said.
 
     Raises:
         BudgetError: if nothing would ever be compressed, or `every` is not a number of tokens.
@@ -35,16 +37,20 @@ class Schedule:
 
     prefill: bool = True
     every: int | None = None
+    turns: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prefill, bool):
-            raise BudgetError(f"prefill={self.prefill!r} is neither True nor False.")
+        for name in ("prefill", "turns"):
+            if not isinstance(getattr(self, name), bool):
+                raise BudgetError(f"{name}={getattr(self, name)!r} is neither True nor False.")
+        if self.turns:
+            object.__setattr__(self, "prefill", False)
         if self.every is not None and (
             not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1
         ):
             raise BudgetError(f"every={self.every!r} is not a number of tokens: use an integer from 1.")
-        if not self.prefill and self.every is None:
-            raise BudgetError("prefill=False needs every=..., or nothing is ever compressed.")
+        if not self.prefill and self.every is None and not self.turns:
+            raise BudgetError("prefill=False needs every=... or turns=True, or nothing is ever compressed.")
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Recipe:
 
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its parameters, then the
     options of the budget (`keep` or `bytes`, `sinks`, `recent`, `recent_extra`, `protect_prompt`, `protect`, `short`)
-    and of the schedule (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
+    and of the schedule (`prefill`, `every`, `turns`). It is parsed, never evaluated, and
+    `Recipe.parse(str(recipe)) == recipe`.
 
     Attributes:
         written: the method that decides what to keep, as it was written.
@@ -103,6 +110,7 @@ class Recipe:
         short: int = 0,
         prefill: bool = True,
         every: int | None = None,
+        turns: bool = False,
     ) -> Recipe:
         """Return a recipe with the options of `Budget` and `Schedule`; for sinks and recent None is the method's own.
 
@@ -113,7 +121,7 @@ class Recipe:
         recent = method.traits.recent if recent is None else recent
         always = sinks, recent, protect_prompt, protect
         budget = Budget(keep, *always, bytes=bytes, recent_extra=recent_extra, short=short)
-        return cls(method, budget, Schedule(prefill, every))
+        return cls(method, budget, Schedule(prefill and not turns, every, turns))
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -235,18 +243,23 @@ def check_schedule(recipe: Recipe) -> None:
         RecipeError: if the recipe compresses while decoding and the method needs data that no longer exist then; or if
             a step works only at the prompt's end and the recipe compresses nothing there.
     """
-    if recipe.schedule.every is None:
+    if recipe.schedule.every is None and not recipe.schedule.turns:
         return
     traits = recipe.method.traits
     if not recipe.schedule.prefill and traits.prefill_only:
         step = traits.prefill_only[0]
+        if recipe.schedule.turns:
+            raise RecipeError(
+                f"{recipe} compresses between turns, and {step} works only at a prompt's end: leave {step} out."
+            )
         raise RecipeError(
             f"{recipe} compresses nothing at the prompt's end, and {step} does nothing at any other: leave "
             f"{step} out, or prefill=False or protect_prompt=True."
         )
     for feature in traits.needs:
         if feature.prompt_only:
-            raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
+            option = "every=" if recipe.schedule.every is not None else "turns=True"
+            raise RecipeError(f"{recipe} {feature.prompt_only}: leave {option} out.")
 
 
 @depends_on_methods
@@ -291,7 +304,7 @@ _OPTIONS = {option.name: option.default for kind in (Budget, Schedule) for optio
 _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"
 
 
-_NEWER = ("recent_extra", "short")
+_NEWER = ("recent_extra", "short", "turns")
 
 
 def _expression(text: str) -> ast.expr | None:
@@ -326,7 +339,8 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
 def _default_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of the options of budget and schedule, for those that a text does not name."""
     always = {"sinks": method.traits.sinks, "recent": method.traits.recent}
-    return _OPTIONS | always | {"prefill": not options.get("protect_prompt", False)}
+    later = options.get("protect_prompt", False) or options.get("turns", False)
+    return _OPTIONS | always | {"prefill": not later}
 
 
 def _given_options(options: Mapping[str, Any]) -> dict[str, Any]:

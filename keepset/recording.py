@@ -36,7 +36,7 @@ class RecordedFeatures:
         sums: attention that is added to columns of the entries.
         moments: moments that are merged.
         newest: how many of the newest queries an event after the prompt reads directly.
-        every: tokens from event to event; None if there is no event after the prompt.
+        every: tokens from event to event; None if there is no event after the prompt, or only between turns.
     """
 
     sums: tuple[WindowAttention, ...]
@@ -45,9 +45,16 @@ class RecordedFeatures:
     every: int | None
 
     @classmethod
-    def of(cls, needs: Needs, every: int | None) -> RecordedFeatures:
-        """Return the features recorded for a method; `every` is None if there is no event after the prompt."""
-        moments = [] if every is None else [feature for feature in needs.of(QueryMoments) if feature.buffer]
+    def of(cls, needs: Needs, every: int | None, turns: bool = False) -> RecordedFeatures:
+        """Return the features recorded for a method.
+
+        Args:
+            needs: the method's features.
+            every: tokens from event to event; None if there is no event after the prompt, or only between turns.
+            turns: whether there are events between turns.
+        """
+        later = turns or every is not None
+        moments = [feature for feature in needs.of(QueryMoments) if feature.buffer] if later else []
         return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), needs.newest, every)
 
     @property
@@ -59,8 +66,8 @@ class RecordedFeatures:
         """Return how many queries before an event a summed feature covers; the event may end the prompt."""
         if ends_prompt:
             return feature.window
-        assert self.every is not None
-        return min(feature.buffer if isinstance(feature, QueryMoments) else feature.window, self.every)
+        width = feature.buffer if isinstance(feature, QueryMoments) else feature.window
+        return width if self.every is None else min(width, self.every)
 
     def summed(self, ends_prompt: bool = False) -> int:
         """Return the most queries before an event that a summed feature covers."""
@@ -100,8 +107,11 @@ class Recording(RecordedFeatures):
             itemsize: bytes of a number.
             drafts: the largest number of a request's newest tokens that may be rejected after a step.
         """
-        every, keep = recipe.schedule.every, recipe.budget.keep
-        needed = RecordedFeatures.of(recipe.method.traits.needs, every)
+        every, keep, turns = recipe.schedule.every, recipe.budget.keep, recipe.schedule.turns
+        needed = RecordedFeatures.of(recipe.method.traits.needs, every, turns)
+        if turns:  # nobody knows when a turn ends, so all queries of the window wait until then
+            waiting = max([needed.window(feature) for feature in needed.added_up], default=_MOST)
+            return cls(needed.sums, (), max(needed.newest, waiting), every, waiting, group, drafts)
         waiting = _MOST
         if every is not None and isinstance(keep, int):  # an entry is a key and a value
             waiting = max(1, min(_MOST, 2 * (keep + every) // (_SHARE * group)))

@@ -162,6 +162,17 @@ class Budget:
         kinds = {IMAGE: images, TEXT: [span for span in islice(texts, 0, None, 2) if span[0] < span[1]]}
         return _joined([*self.ranges, *chain.from_iterable(kinds[kind] for kind in self.kinds)])
 
+    def of_tokens(self, tokens: int) -> Budget:
+        """Return the budget in entries of a text of so many tokens, of which some entries may be gone already.
+
+        Raises:
+            BudgetError: if the budget is still in bytes.
+        """
+        if not isinstance(self.keep, float):
+            return self
+        always = self.sinks + (0 if self.recent_extra else self.recent)
+        return replace(self, keep=max(int(share_of(torch.tensor(tokens), self.keep)), always, 1))
+
     def quotas(self, sizes: Sizes) -> Quotas:
         """Return how many entries each KV head keeps: at least one, and all where there are fewer than asked for.
 

@@ -66,7 +66,7 @@ class RequestCourses:
         schedule, prompt, before = request.own or self._schedule, request.prompt, request.before
         begin, event = schedule.newest_event(prompt, before), schedule.next_event(prompt, before)
         until = _NEVER if event is None else event
-        quiet = _NEVER if event is None else self._quiet_until(prompt, before, event)
+        quiet = self._quiet_until(prompt, before, until)
         facts = schedule.dropped(prompt, before), int(schedule.was_compressed(prompt, before))
         known_prompt = prompt if request.own is None else -1  # others with as many tokens have another course
         return known_prompt, begin, quiet, until, *facts

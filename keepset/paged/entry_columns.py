@@ -16,6 +16,8 @@ from keepset.recipe import Recipe
 
 POSITION = "position"
 """The column of original positions: int32, stored as float32 bits."""
+STAYS = "stays"
+"""The column that says which entries of a finished turn stay when the next one begins: 1 for those that do."""
 _ROOM = 64
 """Entries by which a request's private column grows, at least."""
 
@@ -35,10 +37,12 @@ def columns_of(
     sums = {feature.column: feature.sums_of.shape(group) for feature in method.traits.needs.of(WindowAttention)}
     single = [BIAS] if method.traits.biased or contexts else []
     # Without a later event neither positions nor remembered numbers are needed.
-    if recipe.schedule.every is not None:
+    if recipe.schedule.every is not None or recipe.schedule.turns:
         single += [POSITION, *method.traits.state_names]
     elif saves:
         single.append(POSITION)
+    if recipe.schedule.turns:
+        single.append(STAYS)
     return dict.fromkeys(single, ()) | sums
 
 

@@ -91,7 +91,8 @@ class EvictionSchedule:
     ) -> None:
         self.recipe, self.block_size, self._off = recipe, block_size, off
         self.after_context, self._next_event = after_context, next_event
-        self.fixed = recipe.method.traits.fixed_total and not after_context
+        # How much is kept between turns, only the layouts say.
+        self.fixed = recipe.method.traits.fixed_total and not (after_context or recipe.schedule.turns)
         equal = recipe.method.traits.equal_heads or kv_heads == 1
         self.ragged = per_head or not (self.fixed and equal) or recipe.method.traits.biased
         self.whole_prompt = bool(Accumulators(recipe.method.traits.needs))
@@ -128,7 +129,7 @@ class EvictionSchedule:
         if length < prompt or self._off:
             return 0
         if schedule.every is None:
-            return prompt
+            return prompt if schedule.prefill else 0
         begin = self._begin(prompt, schedule.every)
         passed = (length - begin) // schedule.every
         return begin + passed * schedule.every if passed or schedule.prefill else 0
@@ -380,6 +381,7 @@ class EvictionEvent:
         pages: where the entries lie before the event, and after it.
         records: the records of the requests, if the recipe looks at queries or whole prompts; else empty.
         slots: the slots of these records.
+        first_query: the position of the first query that is known; those before count as missing.
     """
 
     recipe: Recipe
@@ -396,6 +398,7 @@ class EvictionEvent:
     pages: EventPages
     records: Sequence[QueryRecord]
     slots: Int[Tensor, " recorded"]
+    first_query: int = 0
 
     def is_counted(self, kept: LayerKeepSet) -> bool:
         """Return whether a layer keeps as many entries as the scheduler counts with."""

@@ -230,7 +230,10 @@ class Observer:
     ) -> tuple[Queries, Int[Tensor, "layers_rows n"]]:
         """Return the newest `size` queries before an event, and their positions."""
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
-        return self._ring.newest(layer_indices, event.slots, positions), positions.repeat(len(layer_indices), 1)
+        queries = self._ring.newest(layer_indices, event.slots, positions)
+        if event.first_query:
+            positions = positions.masked_fill(positions < event.first_query, -1)
+        return queries, positions.repeat(len(layer_indices), 1)
 
     def _query_source(self, layer_indices: range, tokens: slice) -> _QuerySource | None:
         """Return how these layers make and rotate the queries of these tokens; None if no feature needs it."""

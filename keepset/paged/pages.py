@@ -216,25 +216,26 @@ class PagedEntries:
         formats: how each layer is read, if the cache is quantised.
 
     Attributes:
+        pages, subpages: as given.
         shape: `[layers_rows, kv_heads, entries]`, including the unused slots of the last pages.
     """
 
     def __init__(
         self, pages: Pages, subpages: Int[Tensor, "layers_rows kv_heads pages"], formats: Sequence[PageFormat] = ()
     ) -> None:
-        self.pages, self._subpages, self._formats = pages, subpages, formats
+        self.pages, self.subpages, self._formats = pages, subpages, formats
         rows, kv_heads, number = subpages.shape
         self.shape = torch.Size((rows, kv_heads, number * pages.block_size))
         self._few = self.shape.numel() * pages.entry_bytes <= WORKSPACE
 
     def keys(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Return the keys of some KV heads. If all heads fit the workspace, they are read together, once."""
-        stored = self._all[0][:, heads] if self._few else self.pages.read_keys(self._subpages[:, heads])
+        stored = self._all[0][:, heads] if self._few else self.pages.read_keys(self.subpages[:, heads])
         return decode_layers(self._formats, stored, values=False) if self._formats else stored
 
     def values(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Return the values of some KV heads."""
-        stored = self._all[1][:, heads] if self._few else self.pages.read(self._subpages[:, heads])[1]
+        stored = self._all[1][:, heads] if self._few else self.pages.read(self.subpages[:, heads])[1]
         return decode_layers(self._formats, stored, values=True) if self._formats else stored
 
     def encoded_values(self, values: Float[Tensor, "n head_dim"], heads: Int[Tensor, " n"]) -> Shaped[Tensor, "n row"]:
@@ -246,12 +247,12 @@ class PagedEntries:
         """
         if not self._formats:
             return values
-        of_layer = self._subpages.shape[:2].numel() // len(self._formats)
+        of_layer = self.subpages.shape[:2].numel() // len(self._formats)
         return encode_layers(self._formats, values, heads // of_layer, values=True)
 
     @cached_property
     def _all(self) -> tuple[Tensor, Tensor]:
-        return self.pages.read(self._subpages)
+        return self.pages.read(self.subpages)
 
     def codes_by(
         self,
@@ -268,7 +269,7 @@ class PagedEntries:
         pages = self.pages
         if not isinstance(pages, StridedPages) or not uses_triton(pages.device) or pages.value_dim != pages.head_dim:
             return None
-        where = pages.caches, pages.place, self._subpages
+        where = pages.caches, pages.place, self.subpages
         return entry_codes_in_pages(*where, positions, new, networks, known_scores, self._formats)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
@@ -280,12 +281,12 @@ class PagedEntries:
         """
         if isinstance(self.pages, StridedPages):
             size = self.pages.block_size
-            slots = self._subpages.flatten().index_select(0, index // size) * size + index % size
+            slots = self.subpages.flatten().index_select(0, index // size) * size + index % size
             return self.pages.take(slots)
         if self._few:
             keys, values = (part.flatten(0, 2) for part in self._all)
         else:
-            subpages = self._subpages.flatten(0, 1)[heads.start : heads.stop]
+            subpages = self.subpages.flatten(0, 1)[heads.start : heads.stop]
             keys, values = (part.flatten(0, 1) for part in self.pages.read(subpages))
             index = index - heads.start * self.shape[2]
         return keys.index_select(0, index), values.index_select(0, index)

@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from keepset.kernels.page_layout import PageGroup, PageLayout
+from keepset.kernels.page_layout import EntriesInPages, PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables, EqualHeadTables
 from keepset.paged.courses import RequestCourses
 from keepset.paged.engine import EngineSize
 from keepset.paged.eviction import EvictionEvent, EvictionSchedule, RequestPlan, batches_of_similar_length
 from keepset.paged.layout_table import EmptiedBlocks
+from keepset.paged.query_records import QueryAddition, QueryRecord
 from keepset.paged.ragged_heads import RaggedHeadTables
 from keepset.paged.recording_plan import RecordingPlanner
 from keepset.paged.request_table import RequestTable
@@ -86,6 +87,14 @@ class Planner:
         assert isinstance(self.tables, RaggedHeadTables)
         self.tables.begin(page, layout)
         self.requests.begin(page, int(layout.length[0, 0]), name, plan)
+
+    def ended(self, page: int, tokens: int, entries: EntriesInPages) -> tuple[QueryRecord, QueryAddition]:
+        """Return what was recorded of a turn that has ended; see `RecordingPlanner.of_ended`."""
+        return self._recording_plan.of_ended(page, tokens, entries)
+
+    def close(self, records: Sequence[QueryRecord]) -> None:
+        """Forget records of requests whose events are over."""
+        self.requests.close_records(records)
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """Plan what the group's layers do in a step.

@@ -36,10 +36,13 @@ class RaggedPages:
         entries: where the entries lie.
         group: the layers.
         block_size: tokens per page.
+
+    Attributes:
+        entries: as given.
     """
 
     def __init__(self, entries: EntriesInPages, group: PageGroup, block_size: int) -> None:
-        self._entries, self._group, self._block_size = entries, group, block_size
+        self.entries, self._group, self._block_size = entries, group, block_size
         heads = page_layout.entries(entries.layout, entries.lengths).transpose(0, 1)
         self._copy = AsyncHostCopy(torch.stack((heads.amax(-1), heads.sum(-1))))
 
@@ -63,7 +66,7 @@ class RaggedPages:
 
     def occupied(self, layer_indices: range) -> OccupiedPages:
         """Return where the entries lie in these layers."""
-        layer_entries = self._entries.of_layers(layer_indices)
+        layer_entries = self.entries.of_layers(layer_indices)
         entries = page_layout.entries(layer_entries.layout, layer_entries.lengths)
         pages = -(-self._largest(layer_indices) // self._block_size)
         group = self._group._replace(places=layer_indices)
@@ -86,6 +89,7 @@ class RaggedEventPages(RaggedPages, EventPages):
         pages: the page that each request's layout is filed under.
         first: the first block of each request that the scheduler will not free; None if it does not know. Then what
             stays takes the last blocks that it fits in.
+        moved: the block tables and lengths that the requests have afterwards; None if they stay the same.
     """
 
     def __init__(
@@ -96,21 +100,22 @@ class RaggedEventPages(RaggedPages, EventPages):
         filed: FiledLayouts,
         pages: Int[Tensor, " rows"],
         first: Int[Tensor, " rows"] | None,
+        moved: tuple[Int[Tensor, "rows width"], Int[Tensor, " rows"]] | None = None,
     ) -> None:
         super().__init__(entries, group, block_size)
         self._filed, self._pages, self._first = filed.layout, pages, first
+        self._moved = moved
 
     def assign(self, layer_indices: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
-        size, table, layers = (
-            self._block_size,
-            self._entries.block_table,
-            slice(layer_indices.start, layer_indices.stop),
-        )
+        size, layers = self._block_size, slice(layer_indices.start, layer_indices.stop)
+        table, ends = (self.entries.block_table, self.entries.lengths) if self._moved is None else self._moved
         counts = counts.unflatten(0, (len(layer_indices), -1)).transpose(0, 1)
-        lengths = self._entries.lengths[:, None].expand(counts.shape[:2])
+        lengths = ends[:, None].expand(counts.shape[:2])
         last = -(-lengths // size) - page_layout.blocks_needed(counts, lengths, size)
         first = last if self._first is None else self._first[:, None].expand_as(last)
-        fits = (first <= last) & (first >= self._entries.layout.first[:, layers])
+        fits = first <= last
+        if self._moved is None:  # else the scheduler has seen to it that all fits
+            fits &= first >= self.entries.layout.first[:, layers]
         counts = counts.where(fits[..., None], 0)
 
         def take(most: int) -> Tensor:
@@ -269,6 +274,39 @@ class RaggedHeadTables(BlockTables):
         )
         entries = EntriesInPages(layout, table, lengths, layout.counts, length)
         return RaggedPages(entries, self._group, self.schedule.block_size)
+
+    def ended_pages(self, left: Sequence[int], tokens: int, blocks: Sequence[int], length: int) -> RaggedEventPages:
+        """Return the pages of a request that has ended, for an event after which another one goes on in them.
+
+        Args:
+            left: the blocks that it has left, by logical position.
+            tokens: tokens of the request.
+            blocks: the blocks of the request that goes on.
+            length: the tokens that it goes on from.
+
+        Raises:
+            RuntimeError: the request is not known any more.
+        """
+        size = self.schedule.block_size
+        layout = self._table.at(left[(tokens - 1) // size], tokens)
+        ended, next_table, lengths, next_lengths, page = (
+            torch.tensor(numbers, dtype=torch.long, device=layout.counts.device)
+            for numbers in ([left], [blocks], [tokens], [length], [blocks[(length - 1) // size]])
+        )
+        entries = EntriesInPages(layout, ended, lengths, layout.counts, tokens)
+        return RaggedEventPages(entries, self._group, size, self._table.filed, page, None, (next_table, next_lengths))
+
+    def go_on(self, page: int, tokens: int) -> int:
+        """Note that a request goes on from so many tokens; return how many of its leading blocks no layer uses.
+
+        Args:
+            page: the page that holds its newest token, under which its layout is filed.
+            tokens: tokens of the request.
+        """
+        filed = self._table.filed
+        filed.tokens[page] = tokens
+        self._is_steady = False
+        return int(filed.layout.first[page].amin())
 
     def _entries(
         self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], longest: int

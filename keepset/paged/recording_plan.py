@@ -151,6 +151,19 @@ class StepRecording:
         queries = self._late if behind else self._early
         queries += [(offset + position, record.slot, position % recording.size) for position in positions]
 
+    def capture(self, request: ScheduledRequest, record: QueryRecord, point: int) -> None:
+        """Plan to record the step's newest queries, whatever they will be looked at for.
+
+        Args:
+            request: the request.
+            record: what is recorded of it.
+            point: tokens at the last event that follows the step; 0 if none does. It looks at the queries before.
+        """
+        size, offset = self._recording.size, request.first_query - request.before
+        for position in range(max(request.before, request.after - size), request.after):
+            queries = self._late if point and position >= point else self._early
+            queries.append((offset + position, record.slot, position % size))
+
     def finish(self, plan: StepPlan) -> None:
         """Fill the plan's lists of operations, in the order in which they run."""
         if self._ringed:  # If some must be summed, all are; from then on they are due in the same steps.
@@ -252,6 +265,7 @@ class RecordingPlanner:
         self._schedule, self._recording, self._layers = schedule, recording, layers
         recipe = schedule.recipe
         self._needs = recipe.method.traits.needs
+        self._turns = recipe.schedule.turns
         self._collects = schedule.whole_prompt and recipe.schedule.prefill
         self._records = bool(recording) or self._collects
         self._table = table
@@ -268,8 +282,8 @@ class RecordingPlanner:
         """
         if not self._records:
             return event - 1
-        if self._collects and before < prompt:
-            return 0  # every chunk of a prompt is collected
+        if self._turns or (self._collects and before < prompt):
+            return 0  # every chunk of a prompt is collected, and every query may be a turn's last
         return min(event - 1, self._begins(prompt, event))
 
     def plan(
@@ -295,7 +309,9 @@ class RecordingPlanner:
         self, batch: StepBatch, active: Sequence[ScheduledRequest], plan: StepPlan, entries: LocateEntries
     ) -> None:
         recorded = [(request, self._windows(request)) for request in active]
-        recorded = [(request, windows) for request, windows in recorded if windows or self._is_collected(request)]
+        recorded = [
+            (request, windows) for request, windows in recorded if windows or self._turns or self._is_collected(request)
+        ]
         starts = {
             request.row: max(request.before, windows[0].begins if windows else 0) for request, windows in recorded
         }
@@ -315,7 +331,10 @@ class RecordingPlanner:
                 stop = min(point, request.after)
                 step.window(request, record, point, first, stop, begins)
                 first = stop
-            if windows and windows[-1].point <= request.after:
+            past = max((point for point, _ in windows if point <= request.after), default=0)
+            if self._turns:
+                step.capture(request, record, past)
+            elif windows and windows[-1].point <= request.after:
                 self._ended.append(record)
             if self._collects and request.before < request.prompt:
                 step.chunks.append(self._chunk(request, record, batch.block_table[request.row]))
@@ -394,6 +413,29 @@ class RecordingPlanner:
             if lost or unseen:
                 raise RuntimeError("keepset lost the queries of a request that is to be compressed.")
         return records
+
+    def of_ended(self, page: int, tokens: int, entries: EntriesInPages) -> tuple[QueryRecord, QueryAddition]:
+        """Return the record of a turn that has ended, and the operation that sums its queries, those of this turn.
+
+        Args:
+            page: the page that holds the request's newest token.
+            tokens: tokens of the request.
+            entries: where its entries lie.
+
+        Raises:
+            RuntimeError: its queries are not known any more.
+        """
+        record = self._table.record_at(page, tokens)
+        if record is None:
+            raise RuntimeError("keepset lost the queries of a turn that has ended.")
+        device = entries.lengths.device
+        slots, begins, lengths = (
+            torch.tensor([number], dtype=torch.long, device=device)
+            for number in (record.slot, max(record.start, tokens - self._recording.summed()), tokens)
+        )
+        positions = torch.arange(tokens - self._recording.room, tokens, device=device)[None]
+        addition = QueryAddition(slots, positions, begins, lengths, False, lengths, lengths, (), lambda: entries)
+        return record, addition
 
     def _begins(self, prompt: int, point: int) -> int:
         """Return the position of the first query that is recorded for an event."""

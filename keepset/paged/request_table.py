@@ -132,6 +132,16 @@ class RequestTable:
                 if state.plan is None:
                     del self._states[page]
 
+    def record_at(self, page: int, tokens: int) -> QueryRecord | None:
+        """Return the record of a request that has ended; None if there is none.
+
+        Args:
+            page: the page that holds the request's newest token.
+            tokens: tokens of the request.
+        """
+        state = self._states.get(page)
+        return state.record if state is not None and state.least <= tokens <= state.most else None
+
     def open_records(self) -> Iterator[QueryRecord]:
         """Yield all records."""
         return (state.record for state in self._states.values() if state.record is not None)

@@ -45,6 +45,7 @@ SUPPORTED = ("0.32", "0.33")
 """The vLLM versions with which keepset is tested. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
+_POOL = "vllm.v1.core.block_pool.BlockPool."
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1."
 _METADATA = (
     *("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "max_seq_len", "num_reqs"),
@@ -65,10 +66,15 @@ BORROWED: dict[str, tuple[str, ...]] = {
     _MANAGER + "_remove_blocks_in_range": ("request_id", "first_block", "last_block"),
     _MANAGER + "get_num_blocks_to_allocate": ("request_id", "num_tokens", "apply_admission_cap"),
     _MANAGER + "allocate_new_blocks": ("request_id", "num_tokens"),
+    _MANAGER + "allocate_external_computed_blocks": ("request_id",),
     _MANAGER + "pop_blocks_for_free": ("request_id",),
     _MANAGER + "cache_blocks": ("request", "num_tokens"),
     _MANAGER + "find_longest_cache_hit": ("max_length", "kv_cache_spec"),
     _MANAGER + "new_step_starts": (),
+    _POOL + "touch": ("blocks",),
+    _POOL + "unpin_blocks": ("blocks", "on_reuse"),
+    _POOL + "free_blocks": ("ordered_blocks",),
+    _POOL + "get_new_blocks": ("num_blocks",),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ("request", "num_new_tokens"),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.free": ("request",),
     "vllm.v1.request.Request.update_block_hashes": (),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,16 +29,18 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from keepset.core.budget import Ranges, runs
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.layout_table import RequestKey
+from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_stays
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.compat import drafted_tokens
-from keepset.vllm.engine_context import active
+from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
+from keepset.vllm.engine_context import EngineContext, active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.recipe_support import rotates
 from keepset.vllm.request_options import SIGNING_KEY, RequestOptions, from_signed, has_key, parse_options
@@ -60,12 +63,16 @@ class StepMessage(KVConnectorMetadata):
         begin: requests with plans of their own that begin with the next step.
         ended: requests that have ended or were preempted.
         refused: requests whose options cannot be granted.
+        left: turns of conversations that have ended.
+        coming: turns that begin with a later step.
     """
 
     keys: dict[int, RequestKey] = field(default_factory=dict)
     begin: dict[str, PlanAndPages] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
+    left: list[EndedTurn] = field(default_factory=list)
+    coming: list[NextTurn] = field(default_factory=list)
 
 
 @dataclass
@@ -79,17 +86,26 @@ class EmptiedBlockCounts(KVConnectorWorkerMetadata):
         weights: if the scheduler has asked, by the number of its question and by process: a digest of weights that were
             changed since they were loaded; "" for others.
         lost: requests whose context a process could not load, and whose tokens can be computed instead.
+        turns: requests that can go on with a conversation, and how many leading blocks of each group of layers are
+            empty then; no numbers if the conversation is lost.
     """
 
     blocks: dict[RequestKey, int] = field(default_factory=dict)
     weights: dict[tuple[int, int], str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
+    turns: dict[str, list[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> EmptiedBlockCounts:
         assert isinstance(other, EmptiedBlockCounts)
         blocks, other_blocks = self.blocks, other.blocks
         shared = {key: min(blocks[key], other_blocks[key]) for key in blocks.keys() & other_blocks.keys()}
-        return EmptiedBlockCounts(blocks | other_blocks | shared, self.weights | other.weights, self.lost | other.lost)
+        turns = {name: list(map(min, emptied, other.turns.get(name, emptied))) for name, emptied in self.turns.items()}
+        return EmptiedBlockCounts(
+            blocks | other_blocks | shared,
+            self.weights | other.weights,
+            self.lost | other.lost,
+            other.turns | turns,
+        )
 
 
 @dataclass
@@ -101,6 +117,7 @@ class KnownRequest:
         plan: how it is compressed.
         has_own: whether that is not the engine's way.
         ticket: the front end's ticket for it; "" if it has none.
+        is_turn: whether it may go on with a conversation, and leaves one.
         denied: whether its options cannot be granted, so that it ends with an error.
         next_event: the first event in any group of layers after the step before; infinite if there is none.
         preemptions: how often the request had been preempted when that was known: then its events come again.
@@ -109,6 +126,7 @@ class KnownRequest:
     request: Request
     plan: RequestPlan
     has_own: bool = False
+    is_turn: bool = False
     ticket: str = ""
     denied: bool = False
     next_event: float = 0
@@ -153,6 +171,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         self._refused: set[str] = set()
         self._failed: set[str] = set()
         self._signed = is_signed(vllm_config)
+        self._begun: dict[str, list[int]] = {}  # in a process that computes, until it tells the scheduler
+        self._left: list[tuple[Conversation, EndedTurn]] = []
+        self._coming: dict[str, ComingTurn] = {}
+        self._to_begin: list[NextTurn] = []
         self._salt = secrets.token_hex(16)  # so no client can name the hashes of a context's pages
         if self._signed and role == KVConnectorRole.SCHEDULER and not has_key():
             raise UnsupportedEngineError(
@@ -179,6 +201,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         metadata, context = self._message, active()
         assert isinstance(metadata, StepMessage) and context is not None
         self._failed |= metadata.refused
+        if metadata.left or metadata.coming:
+            self._turn(context, metadata)
         if not (metadata.ended or metadata.begin):
             return
         groups = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
@@ -189,6 +213,19 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             planner.requests.end(metadata.ended)
             for name, (plan, pages) in metadata.begin.items():
                 planner.requests.begin(pages[number], 0, name, plan)
+
+    def _turn(self, context: EngineContext, metadata: StepMessage) -> None:
+        """Choose what stays of turns that have ended, and make coming ones go on with what ended ones have left."""
+        context.events.run()
+        groups = list(context.groups.values())
+        for left in metadata.left:
+            choose_what_stays(groups, left)
+        for coming in metadata.coming:
+            try:
+                self._begun[coming.name] = begin_turn(groups, coming)
+            except RuntimeError as error:
+                logger.error("Request %s is computed without its conversation: %s", coming.name, error)
+                self._begun[coming.name] = []
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return refused requests as requests whose caches could not be fetched, so that vLLM ends them."""
@@ -208,7 +245,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         if self._kv_cache_config.needs_kv_cache_zeroing:  # before the next step clears or copies pages
             context.events.run()
         blocks = context.emptied_blocks.drain()
-        return EmptiedBlockCounts(blocks) if blocks else None
+        turns, self._begun = self._begun, {}
+        return EmptiedBlockCounts(blocks, turns=turns) if blocks or turns else None
 
     # --- in the process that schedules
 
@@ -222,6 +260,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             options = self._options(request)
             known_request.ticket = options.ticket
             self._grant(request, options)
+            known_request.is_turn = self._is_turn(request)
         except Exception as error:  # no option and no broken file may stop other requests
             is_known = isinstance(error, KeepsetError)
             logger.error("Request %s: %s", request.request_id, error, exc_info=not is_known)
@@ -231,6 +270,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens, and not end it
         for manager in self._managers:  # the last token of an answer is never fed
             manager.expect(request.request_id, request.num_prompt_tokens + request.max_tokens - 1)
+
+    def _is_turn(self, request: Request) -> bool:
+        """Return whether a new request may go on with a conversation, and leaves one: it is text, like all others."""
+        if self._recipe is None or not self._recipe.schedule.turns or self._known[request.request_id].has_own:
+            return False
+        return not (request.prompt_embeds is not None or request.mm_features or request.skip_reading_prefix_cache)
 
     def _options(self, request: Request) -> RequestOptions:
         """Return a request's options. Behind a front end that signs, only signed options count."""
@@ -291,6 +336,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         name, known_request = request.request_id, self._known[request.request_id]
         if known_request.denied:
             return request.num_tokens - num_computed_tokens, True
+        if known_request.is_turn:
+            return self._go_on(request), False
         if not known_request.has_own or self._managers[0].is_reserved(name):
             return 0, False
         # One at a time, so that unused reserved blocks do not keep other requests out.
@@ -301,6 +348,51 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens and self._known[request.request_id].denied:
             self._refused.add(request.request_id)
+        elif num_external_tokens and (coming := self._coming.pop(request.request_id, None)) is not None:
+            self._conversations.forget(coming.conversation)
+
+    def _go_on(self, request: Request) -> int | None:
+        """Return from how many tokens a request goes on with a conversation; None makes it wait for a step."""
+        name, conversations = request.request_id, self._conversations
+        if (coming := self._coming.get(name)) is not None:
+            coming.is_waiting = coming.is_ready
+            return coming.message.tokens if coming.is_ready else None
+        if name in self._turns:  # it was preempted, and its conversation is gone
+            self._leave_turn(name)
+        found = None if request.skip_reading_prefix_cache else conversations.find(request)
+        if found is None:
+            return 0
+        conversation, tokens = found
+        coming = conversations.take(conversation, name, tokens, RequestPlan(self._recipe, after_context=True))
+        if coming is None:
+            return 0
+        self._left = [left for left in self._left if left[0] is not conversation or tokens == len(conversation.tokens)]
+        self._coming[name] = coming
+        self._to_begin.append(coming.message)
+        return None
+
+    def _leave_turn(self, name: str) -> None:
+        """Compute a request like any other."""
+        self._turns.discard(name)
+        known_request = self._known[name]
+        known_request.plan, known_request.has_own = RequestPlan(self._recipe), False
+        for manager in self._managers:
+            manager.leave(name)
+
+    def _arrive(self, turns: Mapping[str, Sequence[int]]) -> None:
+        """Take in which turns can begin."""
+        for name, emptied in turns.items():
+            coming = self._coming[name]
+            self._conversations.arrive(coming, emptied)
+            if not coming.is_ready:
+                del self._coming[name]
+            elif coming.is_given_up:
+                self._conversations.give_back(self._coming.pop(name))
+            else:
+                self._turns.add(name)
+                self._known[name].plan, self._known[name].has_own = coming.message.plan, True
+                for manager, blocks in zip(self._managers, coming.conversation.blocks, strict=True):
+                    manager.adopt(name, blocks, coming.message.plan)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMessage:
         """Return the step's message to the workers: which requests reach an event, begin or have ended."""
@@ -311,7 +403,16 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         for manager in managers:
             for name in late:
                 manager.withdraw(name)
-        expected = StepMessage(begin=self._beginning, ended=ended | late, refused=self._refused)
+        # So does a turn that could have begun.
+        for name in [name for name, coming in self._coming.items() if coming.is_waiting]:
+            self._conversations.give_back(self._coming.pop(name))
+            self._leave_turn(name)
+            late.add(name)
+        left = [turn for conversation, turn in self._left if not conversation.is_lost]
+        expected = StepMessage(
+            begin=self._beginning, ended=ended | late, refused=self._refused, left=left, coming=self._to_begin
+        )
+        self._left, self._to_begin = [], []
         self._waiting, self._beginning, self._refused = set(self._beginning), {}, set()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             known_request = self._known[name]
@@ -336,6 +437,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         freed = connector_output.kv_connector_worker_meta
         if not isinstance(freed, EmptiedBlockCounts):
             return
+        self._arrive(freed.turns)
         for (name, preemptions, group), blocks in freed.blocks.items():
             known_request = self._known.get(name)
             if (
@@ -347,10 +449,45 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. Its blocks may be freed at once."""
+        self._end_turn(request)
         self._known.pop(request.request_id, None)
         for manager in self._managers:
             manager.forget(request.request_id)
         return False, None
+
+    def _end_turn(self, request: Request) -> None:
+        """Leave a request's pages to the next turn of its conversation."""
+        name, tokens = request.request_id, request.num_computed_tokens
+        if (coming := self._coming.get(name)) is not None:
+            if coming.is_ready:
+                self._conversations.give_back(self._coming.pop(name))
+            else:
+                coming.is_given_up = True
+        elif (
+            name in self._known
+            and self._known[name].is_turn
+            and not self._known[name].denied
+            and self._managers[0].block_size <= tokens <= request.num_tokens
+            and request.status != RequestStatus.FINISHED_ERROR
+        ):
+            blocks = [manager.req_to_blocks[name] for manager in self._managers]
+            conversation = self._conversations.leave(request, tokens, blocks)
+            self._left.append((conversation, conversation.ended))
+        self._turns.discard(name)
+
+    @cached_property
+    def _turns(self) -> set[str]:
+        """The requests that go on with a conversation."""
+        return set()
+
+    @cached_property
+    def _conversations(self) -> Conversations:
+        """The conversations that may go on, in the process that schedules."""
+        assert self._kv_cache_manager is not None
+        pool, first = self._kv_cache_manager.block_pool, self._managers[0]
+        conversations = Conversations(pool, first.block_size, pool.hash_block_size)
+        first.before_step = conversations.release_ended
+        return conversations
 
     @cached_property
     def _managers(self) -> list[KeepManager]:

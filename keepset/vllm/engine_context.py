@@ -241,7 +241,7 @@ class EngineContext:
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
             value_size=getattr(self._layer, "kv_lora_rank", spec.head_size),
-            per_head=contexts_of(self.config) is not None,
+            per_head=self.recipe.schedule.turns or contexts_of(self.config) is not None,
             alone=not self._others,
         )
 

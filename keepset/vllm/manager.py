@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,6 +23,10 @@ from keepset.vllm.compat import hide_answer
 
 _reporting: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
 """For each pool, the group of layers that reports when a request ends: the first compressed one."""
+
+
+def _nothing() -> None:
+    """Do nothing before a step."""
 
 
 @dataclass
@@ -92,6 +96,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._drafting: dict[str, Request] = {}
         self._most: dict[str, int] = {}
         self._reserved: dict[str, KVCacheBlock] = {}
+        self._adopted: dict[str, Sequence[KVCacheBlock]] = {}
+        self.before_step: Callable[[], None] = _nothing
 
     def schedule_of(self, request_id: str) -> EvictionSchedule:
         """Return the schedule of a request's events."""
@@ -112,6 +118,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def new_step_starts(self) -> None:
         """Remove drafts that would trigger an event, because they may be rejected."""
         super().new_step_starts()
+        self.before_step()
         self._catch_up()
         for name, request in self._drafting.items():
             if request.spec_token_ids:
@@ -119,6 +126,17 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
                 most = schedule.draftable(request.num_prompt_tokens, request.num_computed_tokens)
                 if most is not None:
                     request.spec_token_ids = request.spec_token_ids[: max(most - length, 0)]
+
+    def adopt(self, request_id: str, blocks: Sequence[KVCacheBlock], plan: RequestPlan) -> None:
+        """Make a waiting request go on in the pages of a conversation.
+
+        Args:
+            request_id: the waiting request.
+            blocks: the conversation's blocks by logical position, with a reference for the request.
+            plan: how it is compressed further.
+        """
+        self.settle(request_id, plan)
+        self._adopted[request_id] = blocks
 
     def _catch_up(self) -> Admission | None:
         """Tell the forecast which requests went on; return it, if there is one."""
@@ -210,6 +228,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         """Return how many blocks a request needs. A waiting request also needs room for the growth of running ones."""
         if request_id in self._requests:  # vLLM's answer, sooner: a running request only grows
             return max(-(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id]), 0)
+        if (adopted := self._adopted.get(request_id)) is not None:
+            return max(-(-num_tokens // self.block_size) - len(adopted), 0)
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
         planned = self._own.get(request_id)
@@ -218,6 +238,13 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             return needed
         blocks_of, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
         return admission.required_blocks(num_tokens, needed, blocks_of, schedule, self._most.get(request_id))
+
+    def allocate_external_computed_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        """Give a request the pages that it adopts, or new ones, as vLLM does."""
+        if (adopted := self._adopted.pop(request_id, None)) is None:
+            super().allocate_external_computed_blocks(request_id, *args, **kwargs)
+        else:
+            self.req_to_blocks[request_id].extend(adopted)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """Allocate blocks as vLLM does, after the reserved one; from now on the request runs."""
@@ -251,6 +278,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def leave(self, request_id: str) -> None:
         """Forget how a request is compressed differently from others, and its context if no other request has it."""
+        self._adopted.pop(request_id, None)
         planned = self._own.pop(request_id, None)
         first = None if planned is None else planned.first_hash
         if first is not None and all(first != remaining.first_hash for remaining in self._own.values()):

@@ -81,7 +81,7 @@ def by_head(config: VllmConfig, recipe: Recipe) -> bool:
         config: vLLM's configuration.
         recipe: its recipe.
     """
-    return table_per_head(recipe.method.traits) or contexts_of(config) is not None
+    return table_per_head(recipe.method.traits) or recipe.schedule.turns or contexts_of(config) is not None
 
 
 def save_limit_of(config: VllmConfig) -> int | None:
@@ -177,7 +177,7 @@ def engine_args(
     if parsed is None:
         return args
     parsed = served(parsed)
-    if contexts is None and not one_table(parsed):
+    if contexts is None and (parsed.schedule.turns or not one_table(parsed)):
         args["enable_prefix_caching"] = False
     if parsed.method.traits.needs.hidden_states:
         args["enforce_eager"] = True

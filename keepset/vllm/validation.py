@@ -162,7 +162,10 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         if not caches_prefixes:
             yield "requests share contexts as they share prefixes, and prefix caching is off."
     yield from lacking(recipe.method.traits, limits_of(config))
-    if contexts_of(config) is None and caches_prefixes and not one_table(recipe):
+    if recipe.schedule.turns:
+        if caches_prefixes:
+            yield "conversations have their own pages, so that requests cannot share prefixes."
+    elif contexts_of(config) is None and caches_prefixes and not one_table(recipe):
         yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
     connected = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
     if not connected and config.speculative_config is not None and recipe.schedule.every is not None:
@@ -189,7 +192,7 @@ def how_to_start(config: VllmConfig, recipe: Recipe) -> str:
         ]
     )
     return (
-        f"write LLM(model, **keepset.vllm.settings({options})), or start vllm serve MODEL with "
+        f"write LLM(model, **keepset.vllm.engine_args({options})), or start vllm serve MODEL with "
         f"{serve_options(served_recipe, contexts=contexts)}"
     )
 

@@ -100,9 +100,40 @@ class Watch:
             execute(group, event, entries, kept, pages, start)
 
         Planner.plan, event_execution.execute = watched_plan, watched_execute
+        stop_watching_turns = self._watch_turns()
 
         def undo() -> None:
             Planner.plan, event_execution.execute = plan, execute
+            stop_watching_turns()
+
+        return undo
+
+    def _watch_turns(self) -> Callable[[], None]:
+        """Notes what requests go on with that are turns of conversations, as events; returns what undoes it."""
+        from keepset.paged import turns
+        from keepset.vllm import connector
+
+        begin, execute = turns.begin_turn, turns.execute
+        coming: list[Any] = []
+
+        def watched_begin(groups: Any, turn: Any) -> Any:
+            coming[:] = [turn]
+            self.events[number(turn.name)].append(
+                {"step": len(self.steps), "at": turn.tokens, "layers": {}, "left": []}
+            )
+            return begin(groups, turn)
+
+        def watched_execute(group: Any, event: Any, entries: Any, kept: Any, pages: Any, start: float) -> None:
+            assert pages.fits is not None and all(pages.fits.host_values)
+            layers, heads = self.events[number(coming[0].name)][-1]["layers"], range(kept.counts.shape[1])
+            for index, place in enumerate(entries.places):
+                layers[group.layers[place]] = [kept.positions(index, head).tolist() for head in heads]
+            execute(group, event, entries, kept, pages, start)
+
+        connector.begin_turn, turns.execute = watched_begin, watched_execute
+
+        def undo() -> None:
+            connector.begin_turn, turns.execute = begin, execute
 
         return undo
 
@@ -214,6 +245,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         step += 1
     if watch is not None:
         run_events()
+        for manager in watch.managers:  # what ended turns have left is given to the pool before the next step
+            getattr(manager, "before_step", bool)()
     assert not scenario["triton"] or "keepset.kernels.triton.paged" in sys.modules
     result = watch.result(len(requests)) if watch is not None else {}
     if captured is not None:

@@ -102,7 +102,7 @@ CONTEXTS: dict[str, Any] = {
 """A configuration with contexts, whose heads may differ under any recipe."""
 GIVE_CARRIER = (
     "how much it keeps depends on the data, so a KV connector must tell the scheduler; none is given. Write "
-    "LLM(model, **keepset.vllm.settings('"
+    "LLM(model, **keepset.vllm.engine_args('"
 )
 ONLY, MOVED = "the only KV connector that is served here is keepset's ", "because others move whole caches; leave"
 WITHOUT_MANAGER = {"disable_hybrid_kv_cache_manager": True}

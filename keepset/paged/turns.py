@@ -1,0 +1,196 @@
+"""Conversations between turns: which entries stay is chosen when a turn ends; the others go when the next one begins.
+
+At a turn's end all that its recipe looks at is still there. But a turn may be asked for again, and is then computed
+with the very entries that it had. So the choice is only noted, in a column beside the entries (`STAYS`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from keepset.core.keep_set import LayerKeepSet, LazyHostInts
+from keepset.paged.entry_columns import STAYS
+from keepset.paged.event_execution import EventEntries, execute, read_event
+from keepset.paged.eviction import EvictionEvent, RequestPlan
+from keepset.paged.layer_group import LayerGroup
+from keepset.paged.ragged_heads import RaggedEventPages, RaggedHeadTables
+
+
+@dataclass(frozen=True)
+class EndedTurn:
+    """What a turn has left in the pages.
+
+    Attributes:
+        blocks: its blocks by logical position, for each group of layers; freed ones are arbitrary.
+        tokens: tokens whose entries they hold, from the conversation's first on.
+        prompt: tokens of the turn's prompt, which begins with the conversation's first token.
+    """
+
+    blocks: Sequence[Sequence[int]]
+    tokens: int
+    prompt: int
+
+
+@dataclass(frozen=True)
+class NextTurn:
+    """How a request goes on from an ended turn.
+
+    Attributes:
+        name: the engine's name of the request.
+        ended: the turn that it goes on from.
+        blocks: its own blocks by logical position, for each group of layers: those of the ended turn, perhaps moved.
+        tokens: the tokens that it goes on from; entries of later ones are dropped.
+        compact: whether all entries are dropped that were not chosen when the turn ended.
+        plan: how the request is compressed.
+    """
+
+    name: str
+    ended: EndedTurn
+    blocks: Sequence[Sequence[int]]
+    tokens: int
+    compact: bool
+    plan: RequestPlan
+
+
+def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:
+    """Choose which entries of a conversation stay when its next turn begins, and note it beside the entries.
+
+    Args:
+        groups: all groups of layers. No event is due in them.
+        turn: the turn that has ended.
+
+    Raises:
+        RuntimeError: the place of its entries is not known any more.
+    """
+    method = groups[0].recipe.method
+    events = [_ended(group, turn, blocks) for group, blocks in zip(groups, turn.blocks, strict=True)]
+    parts = [
+        (group, entries) for group, event in zip(groups, events, strict=True) for entries in read_event(group, event)
+    ]
+    parts.sort(key=lambda part: part[1].observation.layer_ids)
+    for together in [parts] if method.traits.across_layers else [[part] for part in parts]:
+        observations = [entries.observation for _, entries in together]
+        budget = groups[0].recipe.budget_for(observations).of_tokens(turn.tokens)
+        chosen = method.select_all(observations, budget)
+        for group, entries in together:
+            _note(group, entries, chosen.layer(entries.observation.layer_ids[0]))
+    for group, event in zip(groups, events, strict=True):
+        group.planner.close(event.records)
+
+
+def _ended(group: LayerGroup, turn: EndedTurn, blocks: Sequence[int]) -> EvictionEvent:
+    """Return the event of a turn that has ended, once its queries are summed."""
+    pages = _pages(group, blocks, turn.tokens)
+    event = _event(group, turn, pages)
+    if not group.planner.recording:
+        return event
+    record, addition = group.planner.ended(blocks[(turn.tokens - 1) // group.block_size], turn.tokens, pages.entries)
+    group.run([addition])
+    return replace(event, records=[record], slots=addition.slots, first_query=record.start)
+
+
+def begin_turn(groups: Sequence[LayerGroup], turn: NextTurn) -> list[int]:
+    """Make a request go on in the pages of an ended turn, without the entries that it does not go on with.
+
+    Args:
+        groups: all groups of layers. No event is due in them.
+        turn: the turn that begins.
+
+    Returns:
+        How many leading blocks of each group are empty.
+
+    Raises:
+        RuntimeError: the place of the ended turn's entries is not known any more.
+    """
+    emptied = []
+    for group, left, blocks in zip(groups, turn.ended.blocks, turn.blocks, strict=True):
+        tables = group.planner.tables
+        assert isinstance(tables, RaggedHeadTables)
+        if turn.compact or turn.tokens < turn.ended.tokens:
+            pages = _pages(group, left, turn.ended.tokens, blocks, turn.tokens)
+            event, start = _event(group, turn.ended, pages), time.perf_counter()
+            for entries in read_event(group, event):
+                kept = entries.observation.kept(_going_on(group, entries, turn), _state(group, entries, turn))
+                assignment = pages.assign(entries.places, kept.counts)
+                LazyHostInts.read([kept.heads, *assignment.host_reads])
+                execute(group, event, entries, kept, assignment, start)
+                start = time.perf_counter()
+        page = blocks[(turn.tokens - 1) // group.block_size]
+        group.planner.requests.begin(page, turn.tokens, turn.name, turn.plan)
+        emptied.append(tables.go_on(page, turn.tokens))
+    return emptied
+
+
+def _pages(
+    group: LayerGroup,
+    left: Sequence[int],
+    tokens: int,
+    blocks: Sequence[int] | None = None,
+    length: int | None = None,
+) -> RaggedEventPages:
+    tables = group.planner.tables
+    assert isinstance(tables, RaggedHeadTables)
+    return tables.ended_pages(left, tokens, left if blocks is None else blocks, tokens if length is None else length)
+
+
+def _event(group: LayerGroup, turn: EndedTurn, pages: RaggedEventPages) -> EvictionEvent:
+    """Return the event of a request that has ended, the only one."""
+    device = group.pages_of(0).device
+    at, prompts, slots = (
+        torch.tensor(numbers, dtype=torch.long, device=device) for numbers in ([turn.tokens], [turn.prompt], [])
+    )
+    return EvictionEvent(
+        recipe=group.recipe,
+        rows=[0],
+        at=at,
+        earliest=turn.tokens,
+        latest=turn.tokens,
+        prompts=prompts,
+        newer=0,
+        keep=None,
+        compressed=True,
+        ends_prompt=False,
+        equal_heads=False,
+        pages=pages,
+        records=[],
+        slots=slots,
+    )
+
+
+def _slots(group: LayerGroup, entries: EventEntries) -> Int[Tensor, "layers_rows kv_heads entries"]:
+    return group.columns.slots(entries.paged.subpages)[..., : entries.observation.valid.shape[-1]]
+
+
+def _note(group: LayerGroup, entries: EventEntries, kept: LayerKeepSet) -> None:
+    """Note in the columns which entries stay, and what the method remembers of them."""
+    exists, slots = entries.observation.valid, _slots(group, entries)
+    stays = torch.zeros(exists.shape, dtype=torch.float32, device=exists.device)
+    stays.view(-1)[kept.rows * exists.shape[-1] + kept.indices] = 1
+    group.columns.write(STAYS, slots[exists], stays[exists])
+    for name in _states(group):
+        if name in kept.state:
+            group.columns.write(name, slots[exists], kept.state[name][exists])
+
+
+def _going_on(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> Bool[Tensor, "layers_rows kv_heads entries"]:
+    """Return which entries the next turn goes on with."""
+    stays = entries.observation.valid & (entries.observation.positions < turn.tokens)
+    return stays & (group.columns.read(STAYS, _slots(group, entries)) > 0) if turn.compact else stays
+
+
+def _state(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> dict[str, Tensor]:
+    """Return what the method remembers of entries: if it has chosen again, also of those since the event before."""
+    if not turn.compact:
+        return {}
+    slots = _slots(group, entries)
+    return {name: group.columns.read(name, slots) for name in _states(group)}
+
+
+def _states(group: LayerGroup) -> Iterator[str]:
+    return (name for name in group.recipe.method.traits.state_names if name in group.columns)
