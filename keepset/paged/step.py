@@ -64,6 +64,11 @@ class RequestRows(Sequence[ScheduledRequest]):
     def __len__(self) -> int:
         return len(self.row)
 
+    @property
+    def with_own(self) -> list[int]:
+        """Which of the requests are not compressed by the group's schedule, by their index."""
+        return [index for index, request in enumerate(self._given or ()) if request.own is not None]
+
     @overload
     def __getitem__(self, index: int) -> ScheduledRequest: ...
 

@@ -202,6 +202,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, StepMessage) and context is not None
         self._failed |= metadata.refused
         if metadata.left or metadata.coming:
+            if forward_context.attn_metadata is None:  # else events of earlier steps are over
+                context.events.run()
             self._turn(context, metadata)
         if not (metadata.ended or metadata.begin):
             return
@@ -216,7 +218,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _turn(self, context: EngineContext, metadata: StepMessage) -> None:
         """Choose what stays of turns that have ended, and make coming ones go on with what ended ones have left."""
-        context.events.run()
         groups = list(context.groups.values())
         for left in metadata.left:
             choose_what_stays(groups, left)

@@ -64,6 +64,7 @@ class ComingTurn:
     Attributes:
         conversation: the conversation.
         message: what the layers are told.
+        surplus: blocks that the turn does not need, once the layers have read them.
         is_ready: whether the layers have made the conversation's pages the turn's.
         is_given_up: whether its request has ended meanwhile.
         is_waiting: whether it could have begun in the step that is scheduled.
@@ -71,6 +72,7 @@ class ComingTurn:
 
     conversation: Conversation
     message: NextTurn
+    surplus: list[KVCacheBlock]
     is_ready: bool = False
     is_given_up: bool = False
     is_waiting: bool = False
@@ -165,22 +167,24 @@ class Conversations:
         else:
             self.pool.touch(found.real_blocks)
         ended, whole = found.ended, tokens == len(found.tokens)
+        surplus: list[KVCacheBlock] = []
         if not whole:
-            found.blocks = [self._moved(blocks, -(-tokens // self.block_size)) for blocks in found.blocks]
+            width = -(-tokens // self.block_size)
+            found.blocks = [self._moved(blocks, width, surplus) for blocks in found.blocks]
         blocks = [[block.block_id for block in of_group] for of_group in found.blocks]
-        return ComingTurn(found, NextTurn(name, ended, blocks, tokens, found.compact and whole, plan))
+        message = NextTurn(name, ended, blocks, tokens, found.compact and whole, plan)
+        return ComingTurn(found, message, surplus)
 
-    def _moved(self, blocks: list[KVCacheBlock], width: int) -> list[KVCacheBlock]:
-        """Return the blocks of a conversation that goes on from fewer tokens.
+    def _moved(self, blocks: list[KVCacheBlock], width: int, surplus: list[KVCacheBlock]) -> list[KVCacheBlock]:
+        """Return the blocks of a conversation that goes on from fewer tokens; those too many go to `surplus`.
 
         What stays may fill its pages otherwise, and then needs one more block.
         """
         real = [block for block in blocks if not block.is_null]
         if len(real) < width:
             real = [*self.pool.get_new_blocks(1), *real]
-        surplus = real[: max(len(real) - width, 0)]
-        self.pool.free_blocks(surplus)
-        real = real[len(surplus) :]
+        surplus += real[: max(len(real) - width, 0)]
+        real = real[-width:]
         return [*[self.pool.null_block] * (width - len(real)), *real]
 
     def arrive(self, coming: ComingTurn, emptied: Sequence[int]) -> None:
@@ -191,6 +195,7 @@ class Conversations:
             emptied: the empty blocks of each group; none at all if the layers have lost the conversation.
         """
         conversation, tokens = coming.conversation, coming.message.tokens
+        self.pool.free_blocks(coming.surplus)
         if not emptied:
             self.forget(conversation)
             self.pool.free_blocks(conversation.real_blocks)

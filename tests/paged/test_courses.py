@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keepset.paged.courses import RequestCourses
+from keepset.paged.eviction import RequestPlan
 from keepset.paged.recording_plan import RecordingPlanner
 from keepset.paged.step import RequestRows, ScheduledRequest
 from tests.paged import layers
@@ -32,6 +33,7 @@ def test_courses_are_those_of_the_schedule(recipe: str) -> None:
     schedule = planner.schedule
     recording = RecordingPlanner(schedule, planner.recording, 2, planner.requests)
     courses = RequestCourses(schedule, recording.quiet_until)
+    off = schedule.of_plan(RequestPlan(None))
     running: dict[int, tuple[int, int]] = {}
     quiet = 0
     for _ in range(2000 if FULL else 300):
@@ -40,12 +42,14 @@ def test_courses_are_those_of_the_schedule(recipe: str) -> None:
         step = []
         for row, (prompt, before) in sorted(running.items()):
             new = random.randrange(1, 12) if before < prompt else random.choice([1, 1, 1, 3])
-            step.append(ScheduledRequest(row, 0, new, prompt, before, before + new))
+            own = off if random.random() < 0.1 else None  # another request, with as many tokens
+            step.append(ScheduledRequest(row, 0, new, prompt, before, before + new, own))
         told = courses.follow(RequestRows.of(step))
         for request, dropped, compressed in zip(step, told.dropped, told.compressed, strict=True):
-            assert dropped == schedule.dropped(request.prompt, request.before)
-            assert compressed == schedule.was_compressed(request.prompt, request.before)
-            if request not in told.active:
+            course = request.own or schedule
+            assert dropped == course.dropped(request.prompt, request.before)
+            assert compressed == course.was_compressed(request.prompt, request.before)
+            if request not in told.active and request.own is None:
                 quiet += 1
                 assert not newest_event(schedule.recipe, request.prompt, request.before, request.after)
                 assert not recording._windows(request) and not recording._is_collected(request)

@@ -46,6 +46,10 @@ def replay(
         if number in again:
             for layer in oracle._layers:  # all but the prompt's last token is still there
                 layer.heads = [head.only(range(len(prompt) - 1)) for head in layer.heads]
+                layer.queries, layer.unrotated = (
+                    part[:, : len(prompt) - 1] for part in (layer.queries, layer.unrotated)
+                )
+                layer.hidden = layer.hidden[: len(prompt) - 1]
             turns.append(ask(oracle, prompt, len(prompt) - 1, answers))
         said = [*prompt, *turns[-1].answer]
         length = len(said) - 1  # the last token is not fed

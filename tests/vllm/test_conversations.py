@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,55 @@ def test_goes_on_as_a_model_would(
     recipe: str, way: str, answers: dict[Any, Any], chats: dict[str, list[ChatTurn]]
 ) -> None:
     check(chats[recipe], result(answers, (recipe, way)))
+
+
+AGAIN = (0, 2, 3)
+
+
+@pytest.mark.parametrize("recipe", [RAGGED, *full([EQUAL, POOLED, NETWORKS, WHOLE])])
+def test_a_turn_that_is_asked_for_again_is_answered_alike(recipe: str, model: Path, oracle: Oracle) -> None:
+    """Nothing was dropped since the turn began; only what came after the prompt goes, and the last token is fed."""
+    named = with_networks(recipe, model)
+    turns = replay(oracle, named, SAID, ANSWERS, again=AGAIN)
+    assert [turn.answer for turn in turns[:2]] == [turns[0].answer] * 2
+    answer = answers_of({"": scenario(named, model, asked(turns))})
+    check(turns, result(answer, ""))
+
+
+def plain_chats(oracle: Oracle, number: int, turns: int, seed: int) -> list[list[ChatTurn]]:
+    """Conversations of random lengths, of which two begin alike, without compression."""
+    draw = random.Random(seed)
+    chats = []
+    for chat in range(number):
+        said = [IDS[97 * chat + 331 * turn :][: draw.randint(3, 90)] for turn in range(turns)]
+        said[0] = IDS[1000:1090] + said[0] if chat % 3 == 0 else said[0]
+        chats.append(replay(oracle, WHOLE, said, ANSWERS))
+    return chats
+
+
+@pytest.mark.parametrize("case", [("", 0), *full([("ahead", 0), ("ahead", 1), ("", 2), ("own process", 3)])])
+def test_nothing_is_mixed_up(case: tuple[str, int], model: Path, oracle: Oracle) -> None:
+    """Many conversations at once in few pages, with turns that are asked for again, given up and preempted.
+
+    Whatever is computed anew and whatever goes on, the answers are those of a model that keeps everything.
+    """
+    way, seed = case
+    draw, asks, expected = random.Random(seed), [], []
+    for chat in plain_chats(oracle, 9, 4, seed):
+        step = draw.randint(0, 60)
+        for turn in chat:
+            for _ in range(draw.choice([1, 1, 1, 2])):
+                abort = step + draw.randint(1, 25) if draw.random() < 0.2 else None
+                asks.append(Ask(turn.prompt, len(turn.answer), add=step, abort=abort))
+                expected.append(turn.answer)
+                step += draw.choice([1, 30, 45, 90])
+    few = {"num_gpu_blocks_override": 40, "max_num_seqs": 6, "max_model_len": 600}
+    engine = result(answers_of({"": scenario(WHOLE, model, asks, **few, **WAYS[way])}), "")
+    for ask, answer, tokens in zip(asks, expected, engine.tokens, strict=True):
+        assert tokens is not None or ask.abort is not None
+        assert answer[: len(tokens or [])] == (tokens or [])
+        assert ask.abort is not None or len(tokens or []) == len(answer)
+    went_on = [cached for cached in engine.cached if cached]
+    assert len(went_on) > len(asks) // 5
+    if engine.log:
+        engine.check_nothing_left()
