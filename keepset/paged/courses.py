@@ -55,7 +55,8 @@ class RequestCourses:
         courses = self._numbers[:, requests.row]
         holds = courses[_PROMPT] == requests.prompt
         holds &= (courses[_BEGIN] <= requests.before) & (requests.before < courses[_UNTIL])
-        holds[requests.with_own] = False  # another request with as many tokens may have had the row
+        if requests.given is not None:
+            holds[requests.with_own()] = False  # another request with as many tokens may have had the row
         for index in (~holds).nonzero()[0].tolist():
             courses[:, index] = self._course(requests[index])
             self._numbers[:, requests.row[index]] = courses[:, index]

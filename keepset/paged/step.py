@@ -47,10 +47,11 @@ class RequestRows(Sequence[ScheduledRequest]):
 
     Attributes:
         row, first_query, end_query, prompt, before, after: the columns, `[requests]`.
+        given: the requests themselves, if they are objects; only then some may have a schedule of their own.
     """
 
     def __init__(self, numbers: np.ndarray, requests: Sequence[ScheduledRequest] | None = None) -> None:
-        self._numbers, self._given = numbers, requests
+        self._numbers, self.given = numbers, requests
         self.row, self.first_query, self.end_query, self.prompt, self.before, self.after = numbers
 
     @classmethod
@@ -64,10 +65,10 @@ class RequestRows(Sequence[ScheduledRequest]):
     def __len__(self) -> int:
         return len(self.row)
 
-    @property
     def with_own(self) -> list[int]:
-        """Which of the requests are not compressed by the group's schedule, by their index."""
-        return [index for index, request in enumerate(self._given or ()) if request.own is not None]
+        """Return which of the requests are not compressed by the group's schedule, by their index."""
+        assert self.given is not None
+        return [index for index, request in enumerate(self.given) if request.own is not None]
 
     @overload
     def __getitem__(self, index: int) -> ScheduledRequest: ...
@@ -78,8 +79,8 @@ class RequestRows(Sequence[ScheduledRequest]):
     def __getitem__(self, index: int | slice) -> ScheduledRequest | Sequence[ScheduledRequest]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        if self._given is not None:
-            return self._given[index]
+        if self.given is not None:
+            return self.given[index]
         return ScheduledRequest(*self._numbers[:, index].tolist())
 
 

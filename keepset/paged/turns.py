@@ -30,11 +30,13 @@ class EndedTurn:
         blocks: its blocks by logical position, for each group of layers; freed ones are arbitrary.
         tokens: tokens whose entries they hold, from the conversation's first on.
         prompt: tokens of the turn's prompt, which begins with the conversation's first token.
+        said: how many of the tokens the client has not left out since: a share is one of these.
     """
 
     blocks: Sequence[Sequence[int]]
     tokens: int
     prompt: int
+    said: int
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class NextTurn:
         ended: the turn that it goes on from.
         blocks: its own blocks by logical position, for each group of layers: those of the ended turn, perhaps moved.
         tokens: the tokens that it goes on from; entries of later ones are dropped.
+        left_out: spans of positions that the client has left out; their entries are dropped.
         compact: whether all entries are dropped that were not chosen when the turn ended.
         plan: how the request is compressed.
     """
@@ -54,6 +57,7 @@ class NextTurn:
     ended: EndedTurn
     blocks: Sequence[Sequence[int]]
     tokens: int
+    left_out: Sequence[tuple[int, int]]
     compact: bool
     plan: RequestPlan
 
@@ -76,7 +80,7 @@ def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:
     parts.sort(key=lambda part: part[1].observation.layer_ids)
     for together in [parts] if method.traits.across_layers else [[part] for part in parts]:
         observations = [entries.observation for _, entries in together]
-        budget = groups[0].recipe.budget_for(observations).of_tokens(turn.tokens)
+        budget = groups[0].recipe.budget_for(observations).of_tokens(turn.said)
         chosen = method.select_all(observations, budget)
         for group, entries in together:
             _note(group, entries, chosen.layer(entries.observation.layer_ids[0]))
@@ -112,7 +116,7 @@ def begin_turn(groups: Sequence[LayerGroup], turn: NextTurn) -> list[int]:
     for group, left, blocks in zip(groups, turn.ended.blocks, turn.blocks, strict=True):
         tables = group.planner.tables
         assert isinstance(tables, RaggedHeadTables)
-        if turn.compact or turn.tokens < turn.ended.tokens:
+        if turn.compact or turn.left_out or turn.tokens < turn.ended.tokens:
             pages = _pages(group, left, turn.ended.tokens, blocks, turn.tokens)
             event, start = _event(group, turn.ended, pages), time.perf_counter()
             for entries in read_event(group, event):
@@ -180,7 +184,10 @@ def _note(group: LayerGroup, entries: EventEntries, kept: LayerKeepSet) -> None:
 
 def _going_on(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> Bool[Tensor, "layers_rows kv_heads entries"]:
     """Return which entries the next turn goes on with."""
-    stays = entries.observation.valid & (entries.observation.positions < turn.tokens)
+    positions = entries.observation.positions
+    stays = entries.observation.valid & (positions < turn.tokens)
+    for first, end in turn.left_out:
+        stays &= (positions < first) | (positions >= end)
     return stays & (group.columns.read(STAYS, _slots(group, entries)) > 0) if turn.compact else stays
 
 

@@ -9,12 +9,13 @@ a request gets its first page a step before it begins, and the message names thi
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -39,7 +40,9 @@ from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_sta
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.compat import drafted_tokens
+from keepset.vllm.contexts import EVERYBODY
 from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
+from keepset.vllm.edits import Span
 from keepset.vllm.engine_context import EngineContext, active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.recipe_support import rotates
@@ -118,6 +121,7 @@ class KnownRequest:
         has_own: whether that is not the engine's way.
         ticket: the front end's ticket for it; "" if it has none.
         is_turn: whether it may go on with a conversation, and leaves one.
+        is_named: whether it names its conversation.
         denied: whether its options cannot be granted, so that it ends with an error.
         next_event: the first event in any group of layers after the step before; infinite if there is none.
         preemptions: how often the request had been preempted when that was known: then its events come again.
@@ -127,10 +131,23 @@ class KnownRequest:
     plan: RequestPlan
     has_own: bool = False
     is_turn: bool = False
+    is_named: bool = False
     ticket: str = ""
     denied: bool = False
     next_event: float = 0
     preemptions: int = 0
+
+
+class Turn(NamedTuple):
+    """A request that goes on with a conversation.
+
+    Attributes:
+        left_out: spans of positions of the conversation that the client has left out of its prompt.
+        prompt: the prompt that the client has sent.
+    """
+
+    left_out: Sequence[Span]
+    prompt: list[int] | None
 
 
 def images_of(request: Request) -> Ranges | None:
@@ -261,22 +278,42 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             options = self._options(request)
             known_request.ticket = options.ticket
             self._grant(request, options)
-            known_request.is_turn = self._is_turn(request)
+            self._see_turn(request, options)
         except Exception as error:  # no option and no broken file may stop other requests
             is_known = isinstance(error, KeepsetError)
             logger.error("Request %s: %s", request.request_id, error, exc_info=not is_known)
-            why = str(error) if is_known else "The server cannot do this; its log says why."
-            stats.refused(known_request.ticket, why)  # for the front end, if it has asked
-            known_request.denied = True
-            request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens, and not end it
+            self._deny(known_request, str(error) if is_known else "The server cannot do this; its log says why.")
         for manager in self._managers:  # the last token of an answer is never fed
             manager.expect(request.request_id, request.num_prompt_tokens + request.max_tokens - 1)
 
-    def _is_turn(self, request: Request) -> bool:
-        """Return whether a new request may go on with a conversation, and leaves one: it is text, like all others."""
-        if self._recipe is None or not self._recipe.schedule.turns or self._known[request.request_id].has_own:
-            return False
-        return not (request.prompt_embeds is not None or request.mm_features or request.skip_reading_prefix_cache)
+    def _deny(self, known_request: KnownRequest, why: str) -> None:
+        """Make a request end with an error, and tell the front end why, if it has asked."""
+        stats.refused(known_request.ticket, why)
+        known_request.denied = True
+        known_request.request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens
+
+    def _see_turn(self, request: Request, options: RequestOptions) -> None:
+        """Find out whether a new request is a turn of a conversation, and whose: it is text, compressed like others.
+
+        Raises:
+            KeepsetError: it names a conversation, and cannot be one's turn.
+        """
+        known_request, name = self._known[request.request_id], options.conversation
+        serves = self._recipe is not None and self._recipe.schedule.turns
+        text = not (request.prompt_embeds is not None or request.mm_features or request.skip_reading_prefix_cache)
+        known_request.is_turn = serves and text and not known_request.has_own
+        if name is not None and not known_request.is_turn:
+            raise KeepsetError(
+                "This server keeps no conversations: start it with turns=True in its recipe."
+                if not serves
+                else "A turn of a conversation is text, without log-probabilities of its prompt and with the server's "
+                "own recipe: leave conversation, or these, out."
+            )
+        name = name or request.session_id
+        known_request.is_named = name is not None
+        if known_request.is_turn and (name is not None or options.owner != EVERYBODY):
+            salt = json.dumps([options.owner, name, request.cache_salt])
+            hash_again(request, f"keepset {self._salt} {salt}")
 
     def _options(self, request: Request) -> RequestOptions:
         """Return a request's options. Behind a front end that signs, only signed options count."""
@@ -338,7 +375,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         if known_request.denied:
             return request.num_tokens - num_computed_tokens, True
         if known_request.is_turn:
-            return self._go_on(request), False
+            return self._go_on(request)
         if not known_request.has_own or self._managers[0].is_reserved(name):
             return 0, False
         # One at a time, so that unused reserved blocks do not keep other requests out.
@@ -351,34 +388,51 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             self._refused.add(request.request_id)
         elif num_external_tokens and (coming := self._coming.pop(request.request_id, None)) is not None:
             self._conversations.forget(coming.conversation)
+            hidden = sum(end - first for first, end in coming.conversation.left_out)
+            if hidden and request.prefill_stats:  # the client has not sent these
+                request.prefill_stats.set(request.num_prompt_tokens - hidden, 0, num_external_tokens - hidden)
 
-    def _go_on(self, request: Request) -> int | None:
-        """Return from how many tokens a request goes on with a conversation; None makes it wait for a step."""
-        name, conversations = request.request_id, self._conversations
+    def _go_on(self, request: Request) -> tuple[int | None, bool]:
+        """Return from how many tokens a request goes on with a conversation, as `get_num_new_matched_tokens` does."""
+        name, conversations, known_request = request.request_id, self._conversations, self._known[request.request_id]
         if (coming := self._coming.get(name)) is not None:
             coming.is_waiting = coming.is_ready
-            return coming.message.tokens if coming.is_ready else None
-        if name in self._turns:  # it was preempted, and its conversation is gone
+            return (coming.message.tokens if coming.is_ready else None), False
+        if (turn := self._turns.get(name)) is not None:  # it was preempted, and its conversation is gone
+            if turn.left_out:  # its prompt was put together from the conversation
+                self._deny(known_request, "The conversation's pages were needed by others: send the request again.")
+                return request.num_tokens, True
             self._leave_turn(name)
-        found = None if request.skip_reading_prefix_cache else conversations.find(request)
+        found = None if request.skip_reading_prefix_cache else conversations.find(request, known_request.is_named)
         if found is None:
-            return 0
-        conversation, tokens = found
-        coming = conversations.take(conversation, name, tokens, RequestPlan(self._recipe, after_context=True))
+            return 0, False
+        plan = RequestPlan(self._recipe, after_context=True)
+        longest = self._vllm_config.model_config.max_model_len
+        coming = conversations.take(found[0], request, found[1], plan, longest)
         if coming is None:
-            return 0
-        self._left = [left for left in self._left if left[0] is not conversation or tokens == len(conversation.tokens)]
+            return 0, False
+        if not coming.message.compact:  # what would stay need not be chosen
+            self._left = [left for left in self._left if left[0] is not coming.conversation]
         self._coming[name] = coming
         self._to_begin.append(coming.message)
-        return None
+        return None, False
 
     def _leave_turn(self, name: str) -> None:
         """Compute a request like any other."""
-        self._turns.discard(name)
-        known_request = self._known[name]
+        turn, known_request = self._turns.pop(name), self._known[name]
+        if turn.left_out:
+            self._say(known_request.request, turn.prompt)
         known_request.plan, known_request.has_own = RequestPlan(self._recipe), False
         for manager in self._managers:
             manager.leave(name)
+
+    def _say(self, request: Request, ids: list[int] | None) -> None:
+        """Give a waiting request another prompt: a conversation's own tokens, or again those that the client sent."""
+        assert ids is not None
+        request.prompt_token_ids, request.num_prompt_tokens = ids, len(ids)
+        request._all_token_ids[:] = ids
+        for manager in self._managers:
+            manager.expect(request.request_id, len(ids) + request.max_tokens - 1)
 
     def _arrive(self, turns: Mapping[str, Sequence[int]]) -> None:
         """Take in which turns can begin."""
@@ -390,8 +444,11 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             elif coming.is_given_up:
                 self._conversations.give_back(self._coming.pop(name))
             else:
-                self._turns.add(name)
-                self._known[name].plan, self._known[name].has_own = coming.message.plan, True
+                known_request = self._known[name]
+                self._turns[name] = Turn(coming.conversation.left_out, known_request.request.prompt_token_ids)
+                known_request.plan, known_request.has_own = coming.message.plan, True
+                if coming.conversation.left_out:
+                    self._say(known_request.request, coming.ids)
                 for manager, blocks in zip(self._managers, coming.conversation.blocks, strict=True):
                     manager.adopt(name, blocks, coming.message.plan)
 
@@ -404,16 +461,9 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         for manager in managers:
             for name in late:
                 manager.withdraw(name)
-        # So does a turn that could have begun.
-        for name in [name for name, coming in self._coming.items() if coming.is_waiting]:
-            self._conversations.give_back(self._coming.pop(name))
-            self._leave_turn(name)
-            late.add(name)
-        left = [turn for conversation, turn in self._left if not conversation.is_lost]
-        expected = StepMessage(
-            begin=self._beginning, ended=ended | late, refused=self._refused, left=left, coming=self._to_begin
-        )
-        self._left, self._to_begin = [], []
+        expected = StepMessage(begin=self._beginning, ended=ended | late, refused=self._refused)
+        if self._coming or self._left:
+            self._tell_turns(expected)
         self._waiting, self._beginning, self._refused = set(self._beginning), {}, set()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             known_request = self._known[name]
@@ -425,6 +475,16 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 known_request.next_event = min((event for event in events if event is not None), default=math.inf)
                 known_request.preemptions = request.num_preemptions
         return expected
+
+    def _tell_turns(self, message: StepMessage) -> None:
+        """Add turns that have ended, and those that come, to a message to the workers."""
+        # A turn that could have begun but has not gives its pages back, and waits without them.
+        for name in [name for name, coming in self._coming.items() if coming.is_waiting]:
+            self._conversations.give_back(self._coming.pop(name))
+            self._leave_turn(name)
+            message.ended.add(name)
+        message.left = [turn for conversation, turn in self._left if not conversation.is_lost]
+        message.coming, self._left, self._to_begin = self._to_begin, [], []
 
     def _expect_events(self, request: Request, before: int, after: int, expected: StepMessage) -> None:
         """Add the events that a step brings due for a request to the message to the workers."""
@@ -472,14 +532,15 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             and request.status != RequestStatus.FINISHED_ERROR
         ):
             blocks = [manager.req_to_blocks[name] for manager in self._managers]
-            conversation = self._conversations.leave(request, tokens, blocks)
+            left_out = self._turns[name].left_out if name in self._turns else ()
+            conversation = self._conversations.leave(request, tokens, blocks, left_out)
             self._left.append((conversation, conversation.ended))
-        self._turns.discard(name)
+        self._turns.pop(name, None)
 
     @cached_property
-    def _turns(self) -> set[str]:
-        """The requests that go on with a conversation."""
-        return set()
+    def _turns(self) -> dict[str, Turn]:
+        """The requests that go on with a conversation, by name."""
+        return {}
 
     @cached_property
     def _conversations(self) -> Conversations:

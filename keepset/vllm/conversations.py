@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import EndedTurn, NextTurn
+from keepset.vllm.edits import Edit, Span, edit_of
 
 _CHANGED = 32
 """By how many of its last tokens the prompt of a turn may differ when the turn is asked for again: templates end it
@@ -28,22 +29,29 @@ class Conversation:
     """What the newest turn of a conversation has left.
 
     Attributes:
-        tokens: the tokens that it stands for.
-        prompt: how many of them were the newest turn's prompt.
+        ids: the token at each position.
+        left_out: spans of positions that the client has left out since; they have no entries.
+        prompt: how many tokens of what was said were the newest turn's prompt.
         blocks: its blocks by logical position, for each group of compressed layers.
-        hashes: the hashes of its full blocks.
+        hashes: the hashes of what was said, for each of its full blocks.
         compact: whether it was chosen which entries stay when the next turn begins.
         is_busy: whether a request goes on with it, or will.
         is_lost: whether some of its blocks were given away.
     """
 
-    tokens: list[int]
+    ids: list[int]
+    left_out: list[Span]
     prompt: int
     blocks: list[list[KVCacheBlock]]
-    hashes: list[bytes]
+    hashes: list[BlockHash]
     compact: bool = True
     is_busy: bool = False
     is_lost: bool = False
+
+    @property
+    def positions(self) -> list[int]:
+        """The positions of the tokens that were said, without those that the client has left out."""
+        return positions_without(self.left_out, len(self.ids))
 
     @property
     def real_blocks(self) -> list[KVCacheBlock]:
@@ -54,7 +62,8 @@ class Conversation:
     def ended(self) -> EndedTurn:
         """What the layers must know of it."""
         blocks = [[block.block_id for block in of_group] for of_group in self.blocks]
-        return EndedTurn(blocks, len(self.tokens), self.prompt)
+        left_out = sum(end - first for first, end in self.left_out)
+        return EndedTurn(blocks, len(self.ids), self.prompt + left_out, len(self.ids) - left_out)
 
 
 @dataclass
@@ -64,6 +73,8 @@ class ComingTurn:
     Attributes:
         conversation: the conversation.
         message: what the layers are told.
+        ids: the tokens of its prompt by position: those of the conversation, and the new ones.
+        hashes: the hashes of what it has of the conversation.
         surplus: blocks that the turn does not need, once the layers have read them.
         is_ready: whether the layers have made the conversation's pages the turn's.
         is_given_up: whether its request has ended meanwhile.
@@ -72,6 +83,8 @@ class ComingTurn:
 
     conversation: Conversation
     message: NextTurn
+    ids: list[int]
+    hashes: list[BlockHash]
     surplus: list[KVCacheBlock]
     is_ready: bool = False
     is_given_up: bool = False
@@ -91,22 +104,29 @@ class Conversations:
     pool: BlockPool
     block_size: int
     hashed: int
-    _by_hash: dict[bytes, Conversation] = field(default_factory=dict)
+    _by_hash: dict[BlockHash, Conversation] = field(default_factory=dict)
     _leaving: list[Conversation] = field(default_factory=list)
 
-    def leave(self, request: Request, tokens: int, blocks: Sequence[Sequence[KVCacheBlock]]) -> Conversation:
+    def leave(
+        self, request: Request, tokens: int, blocks: Sequence[Sequence[KVCacheBlock]], left_out: Sequence[Span]
+    ) -> Conversation:
         """File what the turn of a request leaves that ends now.
 
         Args:
             request: the request; vLLM frees its blocks next.
             tokens: how many of its tokens have entries.
             blocks: its blocks by logical position, for each group of compressed layers.
+            left_out: spans of positions that the client has left out.
         """
+        ids = list(request.all_token_ids[:tokens])
+        said = [ids[position] for position in positions_without(left_out, tokens)]
+        hidden = tokens - len(said)
         ended = Conversation(
-            list(request.all_token_ids[:tokens]),
-            min(request.num_prompt_tokens, tokens),
+            ids,
+            list(left_out),
+            min(request.num_prompt_tokens, tokens) - hidden,
             [list(of_group[: -(-tokens // self.block_size)]) for of_group in blocks],
-            list(request.block_hashes[: tokens // self.hashed]),
+            list((hashes_of(request, said) if hidden else request.block_hashes)[: len(said) // self.hashed]),
         )
         self.pool.touch(ended.real_blocks)
         self._leaving.append(ended)
@@ -125,11 +145,15 @@ class Conversations:
                 staying.append(ended)
         self._leaving = staying
 
-    def find(self, request: Request) -> tuple[Conversation, int] | None:
-        """Return the conversation that a request goes on with, and from how many tokens; None if there is none.
+    def find(self, request: Request, named: bool) -> tuple[Conversation, Edit] | None:
+        """Return the conversation that a request goes on with, and what it has of it; None if there is none.
 
         It is the one with which the prompt has the longest beginning in common. A request that only begins like an
-        earlier turn, such as one with the same system prompt, is another conversation.
+        earlier turn, such as one with the same system prompt, is another conversation, unless it names this one.
+
+        Args:
+            request: the request.
+            named: whether it names its conversation, which its hashes then include.
         """
         for number in range(len(request.block_hashes), 0, -1):
             found = self._by_hash.get(request.block_hashes[number - 1])
@@ -139,26 +163,31 @@ class Conversations:
             return None
         if found.is_busy or found.is_lost:
             return None
-        prompt, common = request.all_token_ids, number * self.hashed
-        most = min(len(found.tokens), len(prompt) - 1)
-        while common < most and found.tokens[common] == prompt[common]:
-            common += 1
-        common = min(common, most)
-        if common < max(found.prompt - _CHANGED, self.block_size):
-            return None
-        return found, common
+        said = [found.ids[position] for position in found.positions] if found.left_out else found.ids
+        edit = edit_of(said, request.all_token_ids, min(number * self.hashed, request.num_tokens - 1))
+        least = self.block_size if named else max(found.prompt - _CHANGED, self.block_size)
+        return (found, edit) if edit.end >= least else None
 
-    def take(self, found: Conversation, name: str, tokens: int, plan: RequestPlan) -> ComingTurn | None:
+    def take(
+        self, found: Conversation, request: Request, edit: Edit, plan: RequestPlan, longest: int
+    ) -> ComingTurn | None:
         """Make a request go on with a conversation; return None if there is no room.
 
         Args:
             found: the conversation.
-            name: the engine's name of the request.
-            tokens: the tokens that it goes on from.
+            request: the request.
+            edit: what its prompt has of the conversation.
             plan: how the request is compressed.
+            longest: the most tokens of a request.
         """
+        positions = found.positions
+        whole = edit.end == len(positions)
+        tokens = len(found.ids) if whole else positions[edit.end - 1] + 1
+        ids = [*found.ids[:tokens], *request.all_token_ids[edit.matched :]]
+        if len(ids) + request.max_tokens > max(longest, request.num_tokens + request.max_tokens):
+            return None  # its positions are used up: it is computed anew, once
         idle = [block for block in found.real_blocks if block.ref_cnt == 0]
-        more = len(found.blocks) if tokens < len(found.tokens) else 0
+        more = 0 if whole else len(found.blocks)
         if len(idle) + more > self.pool.get_num_free_blocks():
             return None
         found.is_busy = True
@@ -166,14 +195,16 @@ class Conversations:
             self._leaving.remove(found)
         else:
             self.pool.touch(found.real_blocks)
-        ended, whole = found.ended, tokens == len(found.tokens)
+        ended = found.ended
         surplus: list[KVCacheBlock] = []
         if not whole:
             width = -(-tokens // self.block_size)
             found.blocks = [self._moved(blocks, width, surplus) for blocks in found.blocks]
         blocks = [[block.block_id for block in of_group] for of_group in found.blocks]
-        message = NextTurn(name, ended, blocks, tokens, found.compact and whole, plan)
-        return ComingTurn(found, message, surplus)
+        left_out = [(positions[first], positions[end - 1] + 1) for first, end in edit.left_out]
+        message = NextTurn(request.request_id, ended, blocks, tokens, left_out, found.compact and whole, plan)
+        hashes = list(request.block_hashes[: edit.matched // self.hashed])
+        return ComingTurn(found, message, ids, hashes, surplus)
 
     def _moved(self, blocks: list[KVCacheBlock], width: int, surplus: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Return the blocks of a conversation that goes on from fewer tokens; those too many go to `surplus`.
@@ -208,8 +239,11 @@ class Conversations:
             null * number + blocks[number:] for blocks, number in zip(conversation.blocks, emptied, strict=True)
         ]
         self.forget(conversation)
-        del conversation.tokens[tokens:], conversation.hashes[tokens // self.hashed :]
-        conversation.prompt = min(conversation.prompt, tokens)
+        before = [span for span in conversation.left_out if span[0] < tokens]
+        conversation.left_out = sorted([*before, *coming.message.left_out])
+        del conversation.ids[tokens:]
+        conversation.hashes = coming.hashes
+        conversation.prompt = min(conversation.prompt, len(conversation.positions))
         conversation.compact = False
         self._file(conversation)
         coming.is_ready = True
@@ -245,3 +279,20 @@ class Conversations:
         if not (conversation.is_lost or conversation.is_busy):
             conversation.is_lost = True
             self.forget(conversation)
+
+
+def positions_without(left_out: Sequence[Span], tokens: int) -> list[int]:
+    """Return all positions of so many tokens that are in none of some spans, which are in order."""
+    ends = [0, *(end for _, end in left_out)]
+    firsts = [*(first for first, _ in left_out), tokens]
+    return [position for begin, end in zip(ends, firsts, strict=True) for position in range(begin, min(end, tokens))]
+
+
+def hashes_of(request: Request, tokens: Sequence[int]) -> list[BlockHash]:
+    """Return the hashes of other tokens, as if they were the request's."""
+    own, own_hashes = list(request._all_token_ids), request.block_hashes
+    request._all_token_ids[:], request.block_hashes = tokens, []
+    request.update_block_hashes()
+    hashes = request.block_hashes
+    request._all_token_ids[:], request.block_hashes = own, own_hashes
+    return hashes

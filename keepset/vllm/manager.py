@@ -25,10 +25,6 @@ _reporting: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
 """For each pool, the group of layers that reports when a request ends: the first compressed one."""
 
 
-def _nothing() -> None:
-    """Do nothing before a step."""
-
-
 @dataclass
 class RunningRequest:
     """A running request.
@@ -97,7 +93,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._most: dict[str, int] = {}
         self._reserved: dict[str, KVCacheBlock] = {}
         self._adopted: dict[str, Sequence[KVCacheBlock]] = {}
-        self.before_step: Callable[[], None] = _nothing
+        self.before_step: Callable[[], None] | None = None
 
     def schedule_of(self, request_id: str) -> EvictionSchedule:
         """Return the schedule of a request's events."""
@@ -118,7 +114,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def new_step_starts(self) -> None:
         """Remove drafts that would trigger an event, because they may be rejected."""
         super().new_step_starts()
-        self.before_step()
+        if self.before_step is not None:
+            self.before_step()
         self._catch_up()
         for name, request in self._drafting.items():
             if request.spec_token_ids:

@@ -33,8 +33,8 @@ MAX_NAME = 255
 
 _FRONT_END = ("owner", "ticket")
 _ADVICE = (
-    'give one or more of "context": NAME, "save": NAME, "bytes": 0.5, "keep": 512, "off": true and "protect": '
-    '[[0, 512]] or "image", or leave it out'
+    'give one or more of "context": NAME, "save": NAME, "conversation": NAME, "bytes": 0.5, "keep": 512, "off": true '
+    'and "protect": [[0, 512]] or "image", or leave it out'
 )
 
 
@@ -50,6 +50,8 @@ class RequestOptions:
         off: whether it is not compressed at all.
         protect: tokens that always stay, besides those of the recipe; see `Budget`.
         save: the name under which its context is saved.
+        conversation: the name of the conversation whose turn it is; without one the conversation is found by its
+            tokens.
         owner: the owner whose contexts it sees and saves. Only a server's front end sets it.
         ticket: the ticket under which the engine notes why it refuses the request; "" if nobody asks.
 
@@ -63,11 +65,12 @@ class RequestOptions:
     off: bool = False
     protect: Any = ()
     save: str | None = None
+    conversation: str | None = None
     owner: str = EVERYBODY
     ticket: str = ""
 
     def __post_init__(self) -> None:
-        names = dict.fromkeys(("context", "save", "owner", "ticket"), (str, "a name"))
+        names = dict.fromkeys(("context", "save", "conversation", "owner", "ticket"), (str, "a name"))
         numbers = dict.fromkeys(("keep", "bytes"), (int | float, "a number"))
         for name, (kind, right) in {**names, **numbers, "off": (bool, "true or false")}.items():
             value = getattr(self, name)

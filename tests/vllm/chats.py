@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from keepset import Recipe
@@ -16,16 +16,21 @@ Positions = dict[int, list[list[int]]]
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """One turn: its whole prompt, its answer, how many tokens it goes on from, and what is there of these."""
+    """One turn: prompt and answer, how many of the prompt's tokens were not computed, and what is there of these."""
 
     prompt: list[int]
     answer: list[int]
-    goes_on_from: int
+    reused: int
     begins_with: Positions
 
 
 def replay(
-    oracle: Oracle, text: str, new: Sequence[list[int]], answers: int, *, again: Sequence[int] = ()
+    oracle: Oracle,
+    text: str,
+    new: Sequence[list[int]],
+    answers: int,
+    again: Sequence[int] = (),
+    left_out: Mapping[int, Sequence[tuple[int, int]]] | None = None,
 ) -> list[ChatTurn]:
     """Follow a conversation.
 
@@ -35,44 +40,53 @@ def replay(
         new: the tokens that each turn adds to what was said.
         answers: tokens of each answer.
         again: turns that are asked for once more, before the next one.
+        left_out: spans of positions that the client leaves out from a turn on.
     """
     recipe, turns = Recipe.parse(text), []
-    oracle._layers, oracle._memory, length, said = [], {}, 0, []
+    oracle._layers, oracle._memory = [], {}
+    ids: list[int] = []  # by position
+    gone: set[int] = set()
+    prompt = length = 0
     for number, added in enumerate(new):
-        prompt = [*said, *added]
         if number:
-            compact(oracle, recipe, length, len(turns[-1].prompt))
-        turns.append(ask(oracle, prompt, length, answers))
+            compact(oracle, recipe, length, length - len(gone), prompt)
+        for first, end in (left_out or {}).get(number, ()):
+            gone |= set(range(first, end))
+            for layer in oracle._layers:
+                there = [position for position in range(length) if not first <= position < end]
+                layer.heads = [head.only(there) for head in layer.heads]
+        ids += added
+        prompt = len(ids)
+        turns.append(ask(oracle, ids, gone, length, answers))
         if number in again:
             for layer in oracle._layers:  # all but the prompt's last token is still there
-                layer.heads = [head.only(range(len(prompt) - 1)) for head in layer.heads]
-                layer.queries, layer.unrotated = (
-                    part[:, : len(prompt) - 1] for part in (layer.queries, layer.unrotated)
-                )
-                layer.hidden = layer.hidden[: len(prompt) - 1]
-            turns.append(ask(oracle, prompt, len(prompt) - 1, answers))
-        said = [*prompt, *turns[-1].answer]
-        length = len(said) - 1  # the last token is not fed
+                layer.heads = [head.only(range(prompt - 1)) for head in layer.heads]
+                layer.queries, layer.unrotated = (part[:, : prompt - 1] for part in (layer.queries, layer.unrotated))
+                layer.hidden = layer.hidden[: prompt - 1]
+            turns.append(ask(oracle, ids, gone, prompt - 1, answers))
+        ids += turns[-1].answer
+        length = len(ids) - 1  # the last token is not fed
     return turns
 
 
-def ask(oracle: Oracle, prompt: list[int], length: int, answers: int) -> ChatTurn:
+def ask(oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: int) -> ChatTurn:
     """Answer a prompt, of which the first `length` tokens were fed."""
     begins_with = {index: [list(head.positions) for head in layer.heads] for index, layer in enumerate(oracle._layers)}
-    ids, done = list(prompt), length
+    said, done = list(ids), length
     for _ in range(answers):
-        best, _ = oracle._forward(ids, done, len(ids) - 1)
-        done = len(ids)
-        ids.append(int(best[-1]))
-    return ChatTurn(prompt, ids[len(prompt) :], length, begins_with)
+        best, _ = oracle._forward(said, done, len(said) - 1)
+        done = len(said)
+        said.append(int(best[-1]))
+    prompt = [token for position, token in enumerate(ids) if position not in gone]
+    return ChatTurn(prompt, said[len(ids) :], length - len(gone), begins_with)
 
 
-def compact(oracle: Oracle, recipe: Recipe, length: int, prompt: int) -> None:
+def compact(oracle: Oracle, recipe: Recipe, length: int, said: int, prompt: int) -> None:
     """Drop what the recipe does not keep of all that was said: a share is one of these tokens."""
     budget = budget_of(recipe, oracle._layers[0].heads[0].keys.shape[-1])
     if isinstance(budget.keep, float):
         always = budget.sinks + budget.recent
-        budget = replace(budget, keep=max(int(budget.keep * length + 1e-9), always, 1))
+        budget = replace(budget, keep=max(int(budget.keep * said + 1e-9), always, 1))
     event = Recipe(recipe.written, budget, Schedule(every=1 << 20))
     observations = [oracle._observe(event, index, layer, length, prompt) for index, layer in enumerate(oracle._layers)]
     chosen = event.method.select_all(observations, budget)

@@ -12,7 +12,7 @@ from tests.tiers import FULL
 from tests.vllm.chats import ChatTurn, replay
 from tests.vllm.compared import IDS, answers_of, full, networks_file, result
 from tests.vllm.conftest import TINY, oracle_of, save_tiny
-from tests.vllm.engine import Ask, Result, Scenario
+from tests.vllm.engine import Ask, Result, Scenario, sealed
 from tests.vllm.oracle import Oracle
 
 SAID = [IDS[0:150], IDS[200:240], IDS[300:423], IDS[500:516], IDS[600:640]]
@@ -62,8 +62,8 @@ def check(turns: list[ChatTurn], engine: Result, first: int = 0) -> None:
     """Check that an engine has computed only what is new, and has said and kept what the reference has."""
     for number, turn in enumerate(turns, start=first):
         assert engine.tokens[number] == turn.answer
-        assert engine.cached[number] == turn.goes_on_from
-        if engine.log and turn.goes_on_from:
+        assert engine.cached[number] == turn.reused
+        if engine.log and turn.reused:
             assert [kept for at, kept, _ in engine.events_of(number) if kept] == [turn.begins_with]
     if engine.log:
         engine.check_nothing_left()
@@ -108,6 +108,33 @@ def test_a_turn_that_is_asked_for_again_is_answered_alike(recipe: str, model: Pa
     assert [turn.answer for turn in turns[:2]] == [turns[0].answer] * 2
     answer = answers_of({"": scenario(named, model, asked(turns))})
     check(turns, result(answer, ""))
+
+
+LEFT_OUT = {1: [(150, 163)], 3: [(40, 81), (170, 200)], 4: [(81, 100)]}
+"""Spans that the client leaves out from a turn on: part of an answer, older ones, and what is next to such a one."""
+
+
+@pytest.mark.parametrize("recipe", [POOLED, *full([EQUAL, RAGGED, NETWORKS, WHOLE])])
+def test_what_a_client_leaves_out_is_dropped_and_nothing_computed_again(
+    recipe: str, model: Path, oracle: Oracle
+) -> None:
+    named = with_networks(recipe, model)
+    turns = replay(oracle, named, SAID, ANSWERS, left_out=LEFT_OUT)
+    assert turns[-1].reused < len(turns[-1].prompt) == sum(map(len, SAID)) + 4 * ANSWERS - 103
+    check(turns, result(answers_of({"": scenario(named, model, asked(turns))}), ""))
+
+
+def test_other_owners_and_names_are_other_conversations(model: Path, oracle: Oracle) -> None:
+    """Whoever sends the same text under another key, or names another conversation, goes on with nothing."""
+    turns = replay(oracle, RAGGED, SAID[:2], ANSWERS)
+    first, second = turns
+    options = [{"owner": "1" * 32}, {"owner": "2" * 32}, {"conversation": "a"}, {"conversation": "b"}, {}]
+    asks = [Ask(first.prompt, ANSWERS, extra=sealed(**options[number])) for number in (0, 2)]
+    asks += [Ask(second.prompt, ANSWERS, add=APART, extra=sealed(**more)) for more in options]
+    signed = {"additional_config": {"keepset": RAGGED, "keepset_signed": True}}
+    engine = result(answers_of({"": scenario(RAGGED, model, asks, **signed)}), "")
+    assert engine.cached == [0, 0, second.reused, 0, second.reused, 0, 0]
+    assert [engine.tokens[number] for number in (0, 1, 2, 4)] == [first.answer] * 2 + [second.answer] * 2
 
 
 def plain_chats(oracle: Oracle, number: int, turns: int, seed: int) -> list[list[ChatTurn]]:

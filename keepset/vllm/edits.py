@@ -1,0 +1,73 @@
+"""Edits of a conversation: which of its tokens a prompt still has, in their order, before it goes on with new ones."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_RUN = 16
+"""So many tokens must agree behind tokens that were left out: fewer agree by chance."""
+_LAST = 4
+"""So many are enough if they are the conversation's last ones."""
+
+Span = tuple[int, int]
+"""The first of some tokens, and the one after the last."""
+
+
+class Edit(NamedTuple):
+    """What a prompt has of a conversation.
+
+    Attributes:
+        end: how many of the conversation's tokens the prompt goes on from; those behind are dropped.
+        left_out: the spans before that are not in the prompt.
+        matched: how many of the prompt's tokens the others are.
+    """
+
+    end: int
+    left_out: tuple[Span, ...]
+    matched: int
+
+
+def edit_of(said: Sequence[int], prompt: Sequence[int], known: int) -> Edit:
+    """Return what a prompt has of a conversation, if tokens were only left out of it before the prompt goes on.
+
+    Args:
+        said: the conversation's tokens.
+        prompt: the prompt, of which at least one token is new.
+        known: how many tokens both are known to begin with.
+    """
+    end = matched = _agreeing(said, prompt, known, known)
+    left_out: list[Span] = []
+    while end < len(said) and matched < len(prompt) - 1:
+        again = _next(said, prompt, end, matched)
+        if again is None:
+            break
+        left_out.append((end, again))
+        run = _agreeing(said, prompt, again, matched) - again
+        end, matched = again + run, matched + run
+    return Edit(end, tuple(left_out), matched)
+
+
+def _agreeing(said: Sequence[int], prompt: Sequence[int], first: int, place: int) -> int:
+    """Return the first token from `first` on that is not the prompt's from `place` on, without its last."""
+    most = min(len(said), first + len(prompt) - 1 - place)
+    while first < most and said[first] == prompt[place]:
+        first, place = first + 1, place + 1
+    return first
+
+
+def _next(said: Sequence[int], prompt: Sequence[int], first: int, place: int) -> int | None:
+    """Return the nearest token behind `first` from which on the conversation agrees with the prompt at `place`."""
+    known = prompt[place : len(prompt) - 1]
+    text, run = array("q", said[first + 1 :]), array("q", known[:_RUN])
+    if len(run) == _RUN:
+        found = text.tobytes().find(run.tobytes())
+        while found >= 0 and found % text.itemsize:
+            found = text.tobytes().find(run.tobytes(), found + 1)
+        if found >= 0:
+            return first + 1 + found // text.itemsize
+    for length in range(min(len(known), len(text), _RUN - 1), _LAST - 1, -1):
+        if list(text[-length:]) == list(known[:length]):
+            return len(said) - length
+    return None
