@@ -38,6 +38,10 @@ class EndedTurn:
     prompt: int
     said: int
 
+    def of_groups(self, numbers: Sequence[int]) -> EndedTurn:
+        """Return the same turn in some groups of layers."""
+        return replace(self, blocks=[self.blocks[number] for number in numbers])
+
 
 @dataclass(frozen=True)
 class NextTurn:
@@ -60,6 +64,11 @@ class NextTurn:
     left_out: Sequence[tuple[int, int]]
     compact: bool
     plan: RequestPlan
+
+    def of_groups(self, numbers: Sequence[int]) -> NextTurn:
+        """Return the same turn in some groups of layers."""
+        blocks = [self.blocks[number] for number in numbers]
+        return replace(self, ended=self.ended.of_groups(numbers), blocks=blocks)
 
 
 def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:

@@ -35,6 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 from keepset.core.budget import Ranges, runs
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.paged.eviction import RequestPlan
+from keepset.paged.layer_group import LayerGroup
 from keepset.paged.layout_table import RequestKey
 from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_stays
 from keepset.recipe import Recipe
@@ -43,7 +44,7 @@ from keepset.vllm.compat import drafted_tokens
 from keepset.vllm.contexts import EVERYBODY
 from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
 from keepset.vllm.edits import Span
-from keepset.vllm.engine_context import EngineContext, active
+from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.recipe_support import rotates
 from keepset.vllm.request_options import SIGNING_KEY, RequestOptions, from_signed, has_key, parse_options
@@ -218,29 +219,31 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         metadata, context = self._message, active()
         assert isinstance(metadata, StepMessage) and context is not None
         self._failed |= metadata.refused
+        if not (metadata.ended or metadata.begin or metadata.left or metadata.coming):
+            return
+        kept = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
+        # Another stage of the pipeline may have all layers of a group.
+        groups = {number: context.groups[g.layer_names[0]] for number, g in enumerate(kept) if g.layer_names}
         if metadata.left or metadata.coming:
             if forward_context.attn_metadata is None:  # else events of earlier steps are over
                 context.events.run()
-            self._turn(context, metadata)
-        if not (metadata.ended or metadata.begin):
-            return
-        groups = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
-        for number, group in enumerate(groups):
-            if not group.layer_names:  # another stage of the pipeline has them
-                continue
-            planner = context.groups[group.layer_names[0]].planner
-            planner.requests.end(metadata.ended)
+            self._turn(groups, metadata)
+        for number, group in groups.items():
+            group.planner.requests.end(metadata.ended)
             for name, (plan, pages) in metadata.begin.items():
-                planner.requests.begin(pages[number], 0, name, plan)
+                group.planner.requests.begin(pages[number], 0, name, plan)
 
-    def _turn(self, context: EngineContext, metadata: StepMessage) -> None:
+    def _turn(self, groups: Mapping[int, LayerGroup], metadata: StepMessage) -> None:
         """Choose what stays of turns that have ended, and make coming ones go on with what ended ones have left."""
-        groups = list(context.groups.values())
+        here = list(groups.values())
         for left in metadata.left:
-            choose_what_stays(groups, left)
+            choose_what_stays(here, left.of_groups(list(groups)))
         for coming in metadata.coming:
             try:
-                self._begun[coming.name] = begin_turn(groups, coming)
+                emptied = dict(zip(groups, begin_turn(here, coming.of_groups(list(groups))), strict=True))
+                self._begun[coming.name] = [
+                    emptied.get(number, len(blocks)) for number, blocks in enumerate(coming.blocks)
+                ]
             except RuntimeError as error:
                 logger.error("Request %s is computed without its conversation: %s", coming.name, error)
                 self._begun[coming.name] = []

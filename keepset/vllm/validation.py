@@ -90,6 +90,11 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if recipe.budget.kinds and not config.model_config.is_multimodal_model:
         yield f"its model takes no images; leave protect={recipe.budget.kinds[0]!r} out."
     yield from _of_drafts(config, recipe)
+    if recipe.schedule.turns:
+        if contexts_of(config) is not None:
+            yield "conversations stay in memory, and contexts lie in files; leave turns=True, or contexts, out."
+        if config.speculative_config is not None:
+            yield "a conversation's pages hold no drafts; leave turns=True, or speculative decoding, out."
     connector = config.kv_transfer_config
     if contexts_of(config) is not None and connector is not None and connector.kv_load_failure_policy != "fail":
         yield "a context that a request names is never computed instead; leave kv_load_failure_policy out."
@@ -163,8 +168,7 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             yield "requests share contexts as they share prefixes, and prefix caching is off."
     yield from lacking(recipe.method.traits, limits_of(config))
     if recipe.schedule.turns:
-        if caches_prefixes:
-            yield "conversations have their own pages, so that requests cannot share prefixes."
+        yield from _lacking_for_turns(config)
     elif contexts_of(config) is None and caches_prefixes and not one_table(recipe):
         yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
     connected = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
@@ -179,6 +183,14 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "tokens of an image have positions along several axes, whose rotation it cannot undo; take snapkv."
     if recipe.method.traits.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at."
+
+
+def _lacking_for_turns(config: VllmConfig) -> Iterator[str]:
+    """Yield which arguments the configuration lacks to keep conversations."""
+    if contexts_of(config) is None and not has_connector(config, CONNECTOR):
+        yield "a KV connector must say which conversation a request goes on with; none is given."
+    if config.cache_config.enable_prefix_caching:
+        yield "conversations have their own pages, so that requests cannot share prefixes."
 
 
 def how_to_start(config: VllmConfig, recipe: Recipe) -> str:

@@ -89,6 +89,7 @@ PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "int8_per_token_
 
 UNIFORM, RAGGED, INT8 = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)", "int8(adakv(snapkv), keep=96)"
 QUANTIZED, EVERY = "quantized(snapkv, bytes=0.05)", "snapkv(window=8, keep=256, every=64)"
+TURNS = "snapkv(bytes=0.25, turns=True)"
 PYRAMID, POOL, GATED = "pyramid(snapkv, keep=128)", "pool(snapkv, keep=96)", "compilerkv(elastic=True, keep=128)"
 EIGHT, FP8 = {"cache_dtype": "int8_per_token_head"}, "fp8_per_token_head"
 TWO_GPUS, TWO_STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
@@ -170,7 +171,17 @@ OF_RECIPES: list[tuple[str, dict[str, Any], str]] = [
     (INT8, {}, "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model"),
     (INT8, {"cache_dtype": FP8}, "it stores entries in 8 bits, and"),
     (FOUR, EIGHT, "it stores entries in 4 bits, and vLLM's pages hold 8 or 16; write bits=8."),
+    *(
+        (TURNS, SERVED | changes, reason)
+        for changes, reason in (
+            (CONTEXTS, "conversations stay in memory, and contexts lie in files; leave"),
+            (drafts(), "a conversation's pages hold no drafts; leave"),
+            ({"kv_transfer_config": None}, "a KV connector must say which conversation"),
+            ({"enable_prefix_caching": True}, "conversations have their own pages"),
+        )
+    ),
     # These are served:
+    (TURNS, SERVED, ""),
     *(("expected_attention(keep=512)", {"cache_dtype": kind}, "") for kind in ("bfloat16", "fp8")),
     ("match(snapkv, biases=False, keep=0.25)", {"cache_dtype": "fp8_e4m3"}, ""),
     *(
