@@ -170,9 +170,9 @@ class Recipe:
         Raises:
             BudgetError: if that is more than the recipe keeps.
         """
-        budget, own = self.budget, self.method.traits
-        sinks = max(own.sinks, sinks) if budget.sinks == own.sinks else budget.sinks
-        recent = max(own.recent, recent) if budget.recent == own.recent else budget.recent
+        budget, traits = self.budget, self.method.traits
+        sinks = max(traits.sinks, sinks) if budget.sinks == traits.sinks else budget.sinks
+        recent = max(traits.recent, recent) if budget.recent == traits.recent else budget.recent
         return replace(self, budget=replace(budget, sinks=sinks, recent=recent))
 
     def located(self, images: Ranges | None) -> Recipe:
@@ -201,14 +201,14 @@ class Recipe:
 
     def budget_for(self, observations: Sequence[Observation]) -> Budget:
         """Return the budget in entries for the layers of one choice: `bytes` becomes a share of entries."""
-        return self.budget_of_sizes([each.entry_sizes for each in observations])
+        return self.budget_of_sizes([observation.entry_sizes for observation in observations])
 
     def budget_of_sizes(self, sizes: Sequence[tuple[int, int]]) -> Budget:
         """Return the budget of `budget_for`, given the numbers of an entry's key and value for each layer."""
         if self.budget.bytes is None:
             return self.budget
         full = sum(FULL_BYTES * (key_size + value_size) for key_size, value_size in sizes)
-        stored = sum(self.method.traits.entry_bytes(*each) for each in sizes)
+        stored = sum(self.method.traits.entry_bytes(*entry_sizes) for entry_sizes in sizes)
         return replace(self.budget, keep=min(1.0, self.budget.bytes * full / stored), bytes=None)
 
     def require_budget(self) -> Recipe:
@@ -352,9 +352,9 @@ def _build_method(node: ast.expr | None, text: str, options: Iterable[str] = (),
             inner = keyword == "scorer"
             values[keyword] = _build_method(value, text, in_full=in_full) if inner else _literal(value, keyword, text)
         elif keyword not in options:
-            known = [*(other for other in parameters if other != "scorer"), *options]
+            allowed = [*(parameter for parameter in parameters if parameter != "scorer"), *options]
             where = " inside another method" if keyword in _OPTIONS else ""
-            raise RecipeError(f"{name} has no parameter {keyword!r}{where}{nearest(keyword, known)}")
+            raise RecipeError(f"{name} has no parameter {keyword!r}{where}{nearest(keyword, allowed)}")
     divides = issubclass(kind, Allocator)
     if len(arguments) > (1 if divides else 0):
         accepted = "one method, then named parameters" if divides else "only named parameters"
@@ -423,8 +423,8 @@ def _for_budget(method: Method, options: Mapping[str, Any]) -> Method:
 
 
 def _has_budget(method: Method, options: Mapping[str, Any]) -> bool:
-    given = options.get("keep") is not None or options.get("bytes") is not None
-    return given or not method.traits.needs_budget
+    has_option = options.get("keep") is not None or options.get("bytes") is not None
+    return has_option or not method.traits.needs_budget
 
 
 def _short_text(method: Method, options: Mapping[str, Any]) -> str:
@@ -449,16 +449,16 @@ def _protect_text(protect: str | Sequence[str | Sequence[int]]) -> str | list[st
     """Return the value of `protect` in a recipe's text: a single name, else a list."""
     if isinstance(protect, str):
         return protect
-    parts = [each if isinstance(each, str) else list(each) for each in protect]
+    parts = [part if isinstance(part, str) else list(part) for part in protect]
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return the end of an error's sentence: the most similar known name, and all known names."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}? " if close else ". "
-    return f"{hint}There are: {', '.join(known)}."
+    return f"{hint}There are: {', '.join(names)}."
 
 
 def _shorten(text: str) -> str:

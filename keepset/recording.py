@@ -107,9 +107,9 @@ class Recording(RecordedFeatures):
             waiting = max(1, min(_MOST, 2 * (keep + every) // (_SHARE * group)))
         heavy = max(moments_nbytes(1, head_dim) // (head_dim * itemsize), waiting)
         moments = tuple(feature for feature in needed.moments if needed.window(feature) > heavy)
-        held = [needed.window(feature) for feature in needed.moments if feature not in moments]
+        direct_windows = [needed.window(feature) for feature in needed.moments if feature not in moments]
         drafts = 0 if every is None else drafts
-        return cls(needed.sums, moments, max([needed.newest, *held]), every, waiting, group, drafts)
+        return cls(needed.sums, moments, max([needed.newest, *direct_windows]), every, waiting, group, drafts)
 
     def __bool__(self) -> bool:
         """Return whether any queries are recorded."""
@@ -180,10 +180,10 @@ class QueryRing:
         layers: range,
         queries: Float[Tensor, "layers n query_heads head_dim"],
         slots: Int[Tensor, " n"],
-        places: Int[Tensor, " n"],
+        ring_indices: Int[Tensor, " n"],
     ) -> None:
-        """Write queries into the rings of these layers; a place is a position modulo the ring's size."""
-        self._rings[layers.start : layers.stop, slots, places] = queries
+        """Write queries into the rings of these layers; a ring index is a position modulo the ring's size."""
+        self._rings[layers.start : layers.stop, slots, ring_indices] = queries
 
     def hold(self, layer: int, slot: int, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
         """Store a copy of queries that are too many for a ring, until `held` removes it."""
@@ -227,15 +227,15 @@ class QueryRing:
         """Add queries to the moments of their requests, as many layers at a time as fit the workspace."""
         parts, together = self._moments[feature], self.layers_at_once(len(slots))
         for first in range(layers.start, layers.stop, together):
-            some = range(first, min(first + together, layers.stop))
-            of_rows = exists.repeat(len(some), 1)
-            own = queries.of_layers(range(some.start - layers.start, some.stop - layers.start))
-            own = own.masked_fill(~of_rows[:, None, :, None], 0)  # the ring may hold anything
-            moments = self.moments(feature, some, slots, fresh)
-            chunk = Chunk(own, list, positions.repeat(len(some), 1), of_rows, softmax, source=source)
+            layer_range = range(first, min(first + together, layers.stop))
+            of_rows = exists.repeat(len(layer_range), 1)
+            layer_queries = queries.of_layers(range(layer_range.start - layers.start, layer_range.stop - layers.start))
+            layer_queries = layer_queries.masked_fill(~of_rows[:, None, :, None], 0)  # the ring may hold anything
+            moments = self.moments(feature, layer_range, slots, fresh)
+            chunk = Chunk(layer_queries, list, positions.repeat(len(layer_range), 1), of_rows, softmax, source=source)
             feature.add(moments, chunk)
             for name, part in moments.tensors.items():
-                parts[name][some.start : some.stop, slots] = part.unflatten(0, (len(some), -1))
+                parts[name][layer_range.start : layer_range.stop, slots] = part.unflatten(0, (len(layer_range), -1))
 
     def moments(
         self,

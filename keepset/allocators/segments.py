@@ -189,7 +189,7 @@ def _level(
     room, mass = room.gather(-1, order), mass.gather(-1, order)
     slope = mass.flip(-1).cumsum(-1).flip(-1)  # of this segment and those that are full later
     taken = room.cumsum(-1) - room  # by those that are full sooner
-    rest = total - minimum.sum(-1, keepdim=True)
-    line = torch.searchsorted(taken + full * slope, rest).clamp(max=full.shape[-1] - 1)
-    factor = (rest - taken.gather(-1, line)) / slope.gather(-1, line)
+    remaining = total - minimum.sum(-1, keepdim=True)
+    line = torch.searchsorted(taken + full * slope, remaining).clamp(max=full.shape[-1] - 1)
+    factor = (remaining - taken.gather(-1, line)) / slope.gather(-1, line)
     return factor.nan_to_num(0.0).clamp(min=0).minimum(full.gather(-1, line))

@@ -272,14 +272,14 @@ def _out_of_range(name: str, value: float, allowed: str) -> str:
     return f"{name}={value!r} is out of range: {allowed}."
 
 
-def _protected(given: object) -> tuple[str | tuple[int, int], ...]:
+def _protected(protect: object) -> tuple[str | tuple[int, int], ...]:
     """Return the names in `protect`, then its ranges in order."""
-    parts = [given] if isinstance(given, str) else given
+    parts = [protect] if isinstance(protect, str) else protect
     if not isinstance(parts, list | tuple) or not all(part in KINDS or _is_range(part) for part in parts):
         # Ranges are shown as recipes and requests write them.
-        shown = given
-        if isinstance(given, list | tuple):
-            shown = [list(part) if isinstance(part, tuple) else part for part in given]
+        shown = protect
+        if isinstance(protect, list | tuple):
+            shown = [list(part) if isinstance(part, tuple) else part for part in protect]
         raise BudgetError(
             f"protect={shown!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
             "after the last, as often as needed, or 'image' or 'text'."

@@ -51,7 +51,7 @@ class QuerySource(ABC):
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         """Return the queries that the layer makes of other hidden states, at the rotation of `ahead`."""
 
-    def merged_with(self, others: Sequence[Self]) -> QuerySource:
+    def merged_with(self, following: Sequence[Self]) -> QuerySource:
         """Return the source for these requests and, after them, those of others; in one layer any source will do."""
         return self
 
@@ -110,7 +110,7 @@ class Accumulator(ABC):
         """Take in one chunk."""
 
     @abstractmethod
-    def merged_with(self, others: Sequence[Self]) -> Self:
+    def merged_with(self, following: Sequence[Self]) -> Self:
         """Return an accumulator of these requests and, after them, those of others."""
 
     @abstractmethod
@@ -304,13 +304,13 @@ class Accumulators:
         copied._parts = {cost: copy.copy(part) for cost, part in self._parts.items()}
         return copied
 
-    def merged_with(self, others: Sequence[Accumulators]) -> Accumulators:
+    def merged_with(self, following: Sequence[Accumulators]) -> Accumulators:
         """Return accumulators of these requests and, after them, of others; all have reached their prompt's end."""
-        if not others:
+        if not following:
             return self
         copied = self.fork()
         for cost, part in self._parts.items():
-            copied._parts[cost] = part.merged_with([other._parts[cost] for other in others])
+            copied._parts[cost] = part.merged_with([other._parts[cost] for other in following])
         return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int = 0) -> dict[Feature[Any], Any]:

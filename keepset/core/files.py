@@ -211,7 +211,7 @@ class TensorReader:
         self.metadata: dict[str, str] = metadata
         self.layout = {name: _layout(said, 8 + size) for name, said in header.items()}
         end = 8 + size
-        for _, _, start, stop in sorted(self.layout.values(), key=lambda each: each[2:]):
+        for _, _, start, stop in sorted(self.layout.values(), key=lambda entry: entry[2:]):
             if start != end:
                 raise ValueError("tensors overlap, or there is a gap between them")
             end = stop

@@ -263,17 +263,17 @@ class KeepSet:
         """Return a mask over the positions from 0 on: true at every kept one, layers in the order of `layers`."""
         return torch.stack([kept.mask(length) for kept in self._layers.values()])
 
-    def count(self, beside: Sequence[LazyHostInts] = ()) -> KeepSet:
+    def count(self, numbers: Sequence[LazyHostInts] = ()) -> KeepSet:
         """Return this set once the host knows how many entries each head keeps; wait at most once per device.
 
         Args:
-            beside: more numbers that the host reads in the same wait.
+            numbers: more numbers that the host reads in the same wait.
 
         Raises:
             KeepsetError: if a method has kept more or fewer entries than its quotas say.
         """
         heads = [kept.heads for kept in self._layers.values()]
-        LazyHostInts.read([*heads, *beside, *(NAN_NOTICED.get() or ())])
+        LazyHostInts.read([*heads, *numbers, *(NAN_NOTICED.get() or ())])
         if any(counts.expected not in (None, sum(counts.host_values)) for counts in heads):
             raise KeepsetError(
                 "A method kept another number of entries than its quotas say: its traits must say that counts come "

@@ -189,8 +189,8 @@ class Method(ABC):
             raise RecipeError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
         choices = allowed.get("choices")
         if choices and value is not None and value not in choices:
-            known = ", ".join(map(repr, choices))
-            raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
+            listed = ", ".join(map(repr, choices))
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {listed}.")
 
 
 @dataclass(frozen=True)

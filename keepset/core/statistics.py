@@ -97,13 +97,13 @@ def scores_at(
 
 
 def _interpolated(
-    knots: Float[Tensor, "*rows knots"], places: Float[Tensor, "*#rows entries"]
+    knots: Float[Tensor, "*rows knots"], points: Float[Tensor, "*#rows entries"]
 ) -> Float[Tensor, "*rows entries"]:
     """Return values at places between knots, by linear interpolation between the two neighbouring knots."""
-    below = places.long().expand(*knots.shape[:-1], -1)
+    below = points.long().expand(*knots.shape[:-1], -1)
     rise = F.pad(knots.diff(dim=-1), (0, 1))
     at_zero = knots - rise * torch.arange(knots.shape[-1], device=knots.device)
-    return at_zero.gather(-1, below).addcmul_(rise.gather(-1, below), places)
+    return at_zero.gather(-1, below).addcmul_(rise.gather(-1, below), points)
 
 
 def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:

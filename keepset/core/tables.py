@@ -157,9 +157,9 @@ def _check(tables: Tables) -> None:
         raise ValueError
 
 
-def _relative(wanted: int, existing: int) -> Int[Tensor, " wanted"]:
-    """Return for each of `wanted` places the one at the same relative place among `existing` ones."""
-    sample_points = torch.arange(wanted, dtype=torch.float64) * (existing - 1) / max(wanted - 1, 1)
+def _relative(length: int, existing: int) -> Int[Tensor, " length"]:
+    """Return for each of `length` places the one at the same relative place among `existing` ones."""
+    sample_points = torch.arange(length, dtype=torch.float64) * (existing - 1) / max(length - 1, 1)
     return (sample_points + 0.5).floor().long()
 
 

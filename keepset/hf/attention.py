@@ -456,7 +456,7 @@ class MaskRule:
             "This model changes its attention mask in every layer, by what it looks at, which keepset does not support."
         )
 
-    def __radd__(self, other: Any) -> Never:
+    def __radd__(self, logits: Any) -> Never:
         """Refuse to be added to logits, which attention that a model computes itself would do.
 
         Raises:

@@ -323,9 +323,9 @@ class LayerInput(QuerySource):
         scaled = self._replay(sample.expand(*positions.shape, -1), positions).float()
         return (scaled * plain).sum((1, 3)) / plain.square().sum((1, 3))
 
-    def _computed_in(self, made: Tensor) -> torch.dtype:
+    def _computed_in(self, product: Tensor) -> torch.dtype:
         """Return the type of the products that made a tensor."""
-        return made.dtype if self._autocast is None else self._autocast.dtype
+        return product.dtype if self._autocast is None else self._autocast.dtype
 
     def _found_layout(self) -> RotaryLayout:
         """Return how the module rotates queries, found by replaying it."""
@@ -364,7 +364,7 @@ def cos_and_sin(embeddings: Any) -> Rotation:
 
 
 def position_offset(
-    given: Iterable[Any],
+    candidates: Iterable[Any],
     positions: Int[Tensor, "batch n"],
     valid: Bool[Tensor, "batch n"] | None,
     rows: slice = slice(None),
@@ -373,7 +373,7 @@ def position_offset(
 
     An image takes fewer positions than tokens: the next one follows the largest along any axis. Padding may take some.
     """
-    model_positions = next((candidate for candidate in given if _length(candidate) == positions.shape[1]), None)
+    model_positions = next((candidate for candidate in candidates if _length(candidate) == positions.shape[1]), None)
     if model_positions is None:
         return positions.new_zeros(len(positions))
     model_positions = (

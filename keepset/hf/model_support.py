@@ -111,9 +111,9 @@ def head_dim_of(model: PreTrainedModel, layer: int = -1) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], wanted: ModelStatistics) -> Statistics:
+def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], feature: ModelStatistics) -> Statistics:
     """Return the statistics in a file, or those that are offered for the model."""
-    measured = wanted.load(model.config.name_or_path or "")
+    measured = feature.load(model.config.name_or_path or "")
     config = model.config.get_text_config(decoder=True)
     if layers and caches_latents(config):
         measured.check(layers, 1, config.kv_lora_rank + config.qk_rope_head_dim)
@@ -133,12 +133,12 @@ def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
     return compiled
 
 
-def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, advice: str) -> None:
+def _check_own(model: PreTrainedModel, measured: Statistics | Tables, named: str, advice: str) -> None:
     """Check that statistics or tables were made from this very model; accept older files that do not tell weights."""
-    checked, compared = _own.setdefault(model, set()), (made, adapters_digest(model))
+    checked, compared = _own.setdefault(model, set()), (measured, adapters_digest(model))
     if compared in checked:
         return
-    if has_other_weights(model, sample_of(made)):
+    if has_other_weights(model, sample_of(measured)):
         raise KeepsetError(f"{named} are of another model of this shape, with other weights: {advice}")
     checked.add(compared)
 

@@ -49,8 +49,8 @@ class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[overri
         states = [*self.conv_states.values(), *self.recurrent_states.values()]
         return sum(state.nbytes for state in states if state is not None)
 
-    def copy_states(self, other: LinearAttentionLayer) -> None:
-        vars(self).update(states_of(other))
+    def copy_states(self, source: LinearAttentionLayer) -> None:
+        vars(self).update(states_of(source))
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
@@ -122,13 +122,13 @@ def states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
     return layer_states
 
 
-def restore_states(layer: LinearAttentionLayer, held: Mapping[str, Tensor]) -> None:
+def restore_states(layer: LinearAttentionLayer, saved_states: Mapping[str, Tensor]) -> None:
     """Put the `states` of another layer into an empty one.
 
     Raises:
         ValueError: the layer has fewer states.
     """
-    for name, state in held.items():
+    for name, state in saved_states.items():
         kind, _, number = name.partition(".")
         index = int(number)
         if index >= layer.number_of_states:

@@ -143,13 +143,13 @@ class KnowsText:
         if requests % rows == 0:  # else `update` says so
             progress.known.check(ids.repeat_interleave(requests // rows, 0), progress.valid, progress.logical)
 
-    def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
+    def remember_text(self, ids: Int[Tensor, "rows n"], given_tokens: int) -> None:
         """Record the ids of a whole text, the first of which the cache holds."""
         progress = self.progress
         if progress is None or len(progress.tokens) % len(ids):
             return
         rows = ids.repeat_interleave(len(progress.tokens) // len(ids), 0)
-        progress.known = ToldTokens(rows, given).first(progress.logical)
+        progress.known = ToldTokens(rows, given_tokens).first(progress.logical)
 
 
 def _watched(generate: Any) -> Any:

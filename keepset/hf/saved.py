@@ -173,7 +173,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
         raise FILE.corrupt(path) from None
     # A model may be spread over several devices.
     modules = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
-    devices: dict[Any, torch.device | None] = {each.layer_idx: device_of(each) for each in modules}
+    devices: dict[Any, torch.device | None] = {module.layer_idx: device_of(module) for module in modules}
     layers = [
         {name: tensor.to(devices.get(index) or device) for name, tensor in layer.items()}
         for index, layer in enumerate(layers)

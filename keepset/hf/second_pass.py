@@ -202,7 +202,7 @@ class SecondPasses(ModelHooks):
         self._newest.given = *args, *kwargs.values()
 
     def _passes(
-        self, kind: SecondPass, own: Tensor, axes: Int[Tensor, "axes tokens"] | None, tasks: list[Tensor]
+        self, kind: SecondPass, prompt: Tensor, axes: Int[Tensor, "axes tokens"] | None, tasks: list[Tensor]
     ) -> list[Part]:
         """Return what runs after one request's prompt."""
         if self._repeat is None or not kind.repeat:
@@ -212,12 +212,12 @@ class SecondPasses(ModelHooks):
                     "layers: give task_tokens, or choose another method, such as snapkv."
                 )
             if tasks or axes is None:
-                return [Part(part) for part in tasks or own.split(kind.chunk or len(own))]
-            chunks = zip(own.split(kind.chunk or len(own)), axes.split(kind.chunk or len(own), 1), strict=True)
+                return [Part(part) for part in tasks or prompt.split(kind.chunk or len(prompt))]
+            chunks = zip(prompt.split(kind.chunk or len(prompt)), axes.split(kind.chunk or len(prompt), 1), strict=True)
             return [Part(part, positions=token_positions - token_positions.min()) for part, token_positions in chunks]
-        if own.ndim > 1:
+        if prompt.ndim > 1:
             raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
-        return [Part(tokens, about) for tokens, about in self._repeat.passes(own, kind.chunk)]
+        return [Part(tokens, about) for tokens, about in self._repeat.passes(prompt, kind.chunk)]
 
     def _call(self, parts: list[Part], length: int, first: Int[Tensor, ""], layers: list[Any]) -> None:
         """Run parts in one call of the model's decoder."""

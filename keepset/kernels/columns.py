@@ -36,9 +36,9 @@ class ColumnStatistic(StrEnum):
             return attention.amax(-2)
         return (attention.square() if self is ColumnStatistic.SQUARE else attention).sum(-2)
 
-    def merge(self, some: Float[Tensor, "*shape"], others: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def merge(self, first: Float[Tensor, "*shape"], second: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the statistic over all queries, given those over two disjoint parts of them."""
-        return torch.maximum(some, others) if self is ColumnStatistic.MAX else torch.add(some, others)
+        return torch.maximum(first, second) if self is ColumnStatistic.MAX else torch.add(first, second)
 
 
 def attention_columns(
@@ -289,9 +289,9 @@ class Moments:
             count = total
         self._count, self.mean, self._scatter, self._full = count, mean, scatter, full
 
-    def merged_with(self, others: Sequence[Moments]) -> Moments:
+    def merged_with(self, following: Sequence[Moments]) -> Moments:
         """Return the moments of this batch followed by those of other batches."""
-        every = [moments.tensors for moments in (self, *others)]
+        every = [moments.tensors for moments in (self, *following)]
         return Moments.of({name: torch.cat([part[name] for part in every]) for name in NAMES}, self._full)
 
     @classmethod
@@ -322,9 +322,9 @@ class Moments:
         covariance, size = self._scatter / self._counted.clamp(min=1), self.mean.shape[-1]
         if not self._full:
             return covariance
-        above, beside = torch.triu_indices(size, size, device=covariance.device)
+        rows, columns = torch.triu_indices(size, size, device=covariance.device)
         full = covariance.new_empty(*covariance.shape[:-1], size, size)
-        full[..., above, beside] = full[..., beside, above] = covariance
+        full[..., rows, columns] = full[..., columns, rows] = covariance
         return full
 
     @property
@@ -342,11 +342,11 @@ def _products(rows: Float[Tensor, "batch heads n dim"]) -> Float[Tensor, "batch 
     if rows.device.type == "cpu" or rows.shape[2] < 2 * _PART:
         return rows.transpose(-1, -2) @ rows
     whole = rows.shape[2] // _PART * _PART
-    parts, rest = rows[:, :, :whole].unflatten(2, (-1, _PART)), rows[:, :, whole:]
-    return (parts.transpose(-1, -2) @ parts).sum(2) + rest.transpose(-1, -2) @ rest
+    parts, remainder = rows[:, :, :whole].unflatten(2, (-1, _PART)), rows[:, :, whole:]
+    return (parts.transpose(-1, -2) @ parts).sum(2) + remainder.transpose(-1, -2) @ remainder
 
 
 def _upper(matrix: Float[Tensor, "*rows dim dim"]) -> Float[Tensor, "*rows _"]:
     """Return the upper triangle of each matrix as a row."""
-    above, beside = torch.triu_indices(matrix.shape[-1], matrix.shape[-1], device=matrix.device)
-    return matrix[..., above, beside]
+    rows, columns = torch.triu_indices(matrix.shape[-1], matrix.shape[-1], device=matrix.device)
+    return matrix[..., rows, columns]

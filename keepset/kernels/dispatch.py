@@ -53,18 +53,18 @@ def launched_on(device: torch.device) -> AbstractContextManager[Any]:
 
 def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     """Return host values on a device, without a host sync."""
-    there = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    return there.to(device, non_blocking=there.device.type == "cpu")  # a copy to the host must be complete
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")  # a copy to the host must be complete
 
 
 class AsyncHostCopy:
     """An asynchronous copy from a device to the host. Reading it waits for the copy, not for later launches."""
 
-    def __init__(self, there: Tensor) -> None:
-        on_gpu = there.device.type == "cuda"
-        self._on_host = torch.empty(there.shape, dtype=there.dtype, pin_memory=on_gpu)
-        self._on_host.copy_(there, non_blocking=True)
-        self._arrived = torch.cuda.current_stream(there.device).record_event() if on_gpu else None
+    def __init__(self, tensor: Tensor) -> None:
+        on_gpu = tensor.device.type == "cuda"
+        self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._on_host.copy_(tensor, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(tensor.device).record_event() if on_gpu else None
 
     def tolist(self) -> list[Any]:
         """Wait for the copy, and return the numbers."""

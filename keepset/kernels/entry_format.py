@@ -86,10 +86,10 @@ def _times(
     if uses_triton(rows.device) and matrix.dtype == torch.float32:
         from keepset.kernels.triton import mixing  # loads Triton
 
-        made = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if output is None else output
+        result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if output is None else output
         with launched_on(rows.device):
-            mixing.times(rows, matrix, made)
-        return made
+            mixing.times(rows, matrix, result)
+        return result
     product = rows.to(matrix.dtype) @ matrix
     return product.to(rows.dtype) if output is None else output.copy_(product)
 
@@ -277,8 +277,8 @@ def inputs_of(
         *keys.shape[:-1], keys.shape[-1] + values.shape[-1] + 2, dtype=torch.float32, device=keys.device
     )
     key, value, lengths = inputs.split([keys.shape[-1], values.shape[-1], 2], -1)
-    for part, given, length in zip((key, value), (keys, values), lengths.unbind(-1), strict=True):
-        torch.linalg.vector_norm(part.copy_(given), dim=-1, out=length)
+    for part, source, length in zip((key, value), (keys, values), lengths.unbind(-1), strict=True):
+        torch.linalg.vector_norm(part.copy_(source), dim=-1, out=length)
     lengths.clamp_(min=SHORTEST).log_()
     return inputs
 

@@ -107,13 +107,13 @@ def _reference(
     values = heads.values.float().masked_fill(hidden, 0.0)
     stored = None
     if format is not None:
-        own = _gathered(heads.keys, kept).masked_fill(~exists[..., None], 0.0)
-        stored = own.float().transpose(1, 2), format.rounded(own).float().transpose(1, 2)
+        kept_keys = _gathered(heads.keys, kept).masked_fill(~exists[..., None], 0.0)
+        stored = kept_keys.float().transpose(1, 2), format.rounded(kept_keys).float().transpose(1, 2)
     outputs, shares, sunk = [], [], []
     size = max(1, block_size(heads.keys.device, PRODUCT_BLOCK) // heads.keys[..., 0].numel())
     for first in range(0, max(heads.queries.shape[1], 1), size):
         rows = slice(first, first + size)
-        block, asked = heads.queries[:, rows], heads.asked[:, rows]
+        block, is_asked = heads.queries[:, rows], heads.asked[:, rows]
         if softmax.softcap is None:
             logits = torch.baddbmm(heads.added[:, None], block.float(), keys, alpha=softmax.scaling)
         else:
@@ -122,11 +122,11 @@ def _reference(
             attention = torch.softmax(logits, -1, out=logits)
         else:
             attention, lost = with_sink(logits, softmax.sinks[:, rows])
-            sunk.append(lost.nan_to_num_(0.0).masked_fill_(~asked, 0.0))
-        attention = attention.nan_to_num_(0.0).masked_fill_(~asked[..., None], 0.0)
+            sunk.append(lost.nan_to_num_(0.0).masked_fill_(~is_asked, 0.0))
+        attention = attention.nan_to_num_(0.0).masked_fill_(~is_asked[..., None], 0.0)
         outputs.append(attention @ values)
-        places = kept[:, None].expand(-1, attention.shape[1], -1)
-        share = attention.gather(-1, places)
+        kept_indices = kept[:, None].expand(-1, attention.shape[1], -1)
+        share = attention.gather(-1, kept_indices)
         if stored is not None:
             before, after = (softmax.capped(block.float() @ part * softmax.scaling) for part in stored)
             share *= (after - before).exp_().nan_to_num_(0.0)
@@ -144,12 +144,12 @@ def _weights(
     """
     target = (shares if sunk is None else shares * (1.0 - sunk[..., None])).sum(1)
     penalty = _penalty(shares, ridge, count)
-    alike = target.sum(-1, keepdim=True) / _square(shares.sum(-1)).clamp(min=torch.finfo(shares.dtype).tiny)[:, None]
-    alike = alike.where(target.any(-1, keepdim=True), 1.0)
-    weights = alike.expand_as(target)
+    uniform = target.sum(-1, keepdim=True) / _square(shares.sum(-1)).clamp(min=torch.finfo(shares.dtype).tiny)[:, None]
+    uniform = uniform.where(target.any(-1, keepdim=True), 1.0)
+    weights = uniform.expand_as(target)
     for _ in range(_STEPS):
         met = (shares @ weights[..., None]).transpose(1, 2) @ shares
-        weights = weights * (target + penalty * alike) / (met[:, 0] + penalty * weights)
+        weights = weights * (target + penalty * uniform) / (met[:, 0] + penalty * weights)
     return weights.clamp(_LEAST, _MOST)
 
 
@@ -188,6 +188,8 @@ def _square(numbers: Float[Tensor, "heads *rest"]) -> Float[Tensor, " heads"]:
     return numbers.square().flatten(1).sum(-1)
 
 
-def _gathered(rows: Float[Tensor, "heads entries dim"], places: Int[Tensor, "heads k"]) -> Float[Tensor, "heads k dim"]:
+def _gathered(
+    rows: Float[Tensor, "heads entries dim"], indices: Int[Tensor, "heads k"]
+) -> Float[Tensor, "heads k dim"]:
     """Return the rows at these places."""
-    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
+    return rows.gather(1, indices[..., None].expand(-1, -1, rows.shape[-1]))

@@ -103,10 +103,12 @@ class EntriesInPages(NamedTuple):
     packed: Int[Tensor, "rows layers kv_heads"]
     longest: int
 
-    def of_layers(self, places: range) -> EntriesInPages:
+    def of_layers(self, layers: range) -> EntriesInPages:
         """Return the places of the entries in some layers of the group."""
-        some = slice(places.start, places.stop) if self.packed.shape[1] > 1 else slice(None)
-        return self._replace(layout=PageLayout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
+        chosen = slice(layers.start, layers.stop) if self.packed.shape[1] > 1 else slice(None)
+        return self._replace(
+            layout=PageLayout(*(part[:, chosen] for part in self.layout)), packed=self.packed[:, chosen]
+        )
 
 
 class RecordedQueries(NamedTuple):
@@ -199,9 +201,9 @@ def tables(
     else:
         through = layout.shared[..., None, None] - 1 + number
         block = torch.where(shared, through // (group.layers * kv_heads), block)
-        places = torch.arange(group.places.start, group.places.stop, device=page.device)[:, None, None]
-        others = (through // kv_heads - places) % group.layers
-        beyond = (others * group.blocks).where(shared, 0)
+        layer_indices = torch.arange(group.places.start, group.places.stop, device=page.device)[:, None, None]
+        layer_distance = (through // kv_heads - layer_indices) % group.layers
+        beyond = (layer_distance * group.blocks).where(shared, 0)
         number = torch.where(shared, through, number)
     # Before the lookup, because a column that no head needs may point outside the block table.
     block = block.where(needed, 0)
@@ -211,8 +213,8 @@ def tables(
 
 def to_group_pages(tables: Int[Tensor, "layers *rest"], group: PageGroup, kv_heads: int) -> Int[Tensor, "layers *rest"]:
     """Return sub-pages of each layer of the group, numbered from the group's first layer on."""
-    places = torch.arange(group.places.start, group.places.stop, device=tables.device)
-    before = (places * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
+    layer_indices = torch.arange(group.places.start, group.places.stop, device=tables.device)
+    before = (layer_indices * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
     return (tables.long() + before) % (group.layers * group.blocks * kv_heads)
 
 
@@ -232,8 +234,10 @@ def slots(
     entry = entries(PageLayout(*(part[rows] for part in layout)), positions)
     _, layers, kv_heads, pages = tables.shape
     head = torch.arange(layers * kv_heads, device=rows.device).view(layers, kv_heads)
-    place = (rows[:, None, None] * (layers * kv_heads) + head) * pages + entry // block_size
-    found = tables.flatten().index_select(0, place.flatten()).long().view_as(entry) * block_size + entry % block_size
+    table_index = (rows[:, None, None] * (layers * kv_heads) + head) * pages + entry // block_size
+    found = (
+        tables.flatten().index_select(0, table_index.flatten()).long().view_as(entry) * block_size + entry % block_size
+    )
     return found.transpose(0, 1).flatten(1)
 
 

@@ -97,8 +97,8 @@ def second_pass_attention(
                     logits, folded, keys[:visible].T, beta=0, alpha=softmax.scaling, out=logits
                 ).float()
                 logits = softmax.capped(logits)
-                own = logits.view(group, size, visible)[..., visible - size :]
-                own.masked_fill_(future[:size, :size], float("-inf"))
+                newest_logits = logits.view(group, size, visible)[..., visible - size :]
+                newest_logits.masked_fill_(future[:size, :size], float("-inf"))
                 if sinks is None:
                     attention, sunk = torch.softmax(logits, -1, out=logits), None
                 else:
@@ -135,8 +135,8 @@ def _in_two_passes(
         outputs.append((of_cached + of_own).to(values.dtype))
         sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
         if sinks < start or stop < entries:
-            seen = torch.cat([cached[0][:, :sinks], cached[0][:, start:stop], keys], 1)
-            lse = log_sum_exp(asking, seen, softmax)
+            visible_keys = torch.cat([cached[0][:, :sinks], cached[0][:, start:stop], keys], 1)
+            lse = log_sum_exp(asking, visible_keys, softmax)
         columns = attention_columns(
             asking, cached[0][:, start:stop], softmax=softmax, names=names, causal=False, lse=lse
         )

@@ -45,9 +45,9 @@ class Softmax:
         """The same softmax without sinks."""
         return self if self.sinks is None else replace(self, sinks=None)
 
-    def of_layer(self, place: int) -> Softmax:
+    def of_layer(self, layer: int) -> Softmax:
         """Return the softmax of one layer, if the sinks are `[layers, heads]`."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks[place])
+        return self if self.sinks is None else replace(self, sinks=self.sinks[layer])
 
     def by_query_group(self, batch: int, kv_heads: int) -> Softmax:
         """Return the softmax with sinks for every KV head of every request, `[batch * kv_heads, group]`, float32.
@@ -134,11 +134,11 @@ def softmax_attention(
     parts = []
     for first in range(0, n, rows):
         part = slice(first, min(first + rows, n))
-        seen = entries - n + part.stop if causal else entries
-        some = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
+        visible = entries - n + part.stop if causal else entries
+        part_mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
         sinks = None if softmax.sinks is None else softmax.sinks.float().view(query_heads, -1).expand(-1, n)[:, part]
-        block = queries[:, :, part], keys[:, :, :seen], values[:, :, :seen]
-        parts.append(_attend(*block, replace(softmax, sinks=sinks), some, causal and part.stop - first > 1))
+        block = queries[:, :, part], keys[:, :, :visible], values[:, :, :visible]
+        parts.append(_attend(*block, replace(softmax, sinks=sinks), part_mask, causal and part.stop - first > 1))
     output = torch.cat([part for part, _ in parts], 2).transpose(1, 2).contiguous()
     return output, torch.cat([lse for _, lse in parts], 2)
 

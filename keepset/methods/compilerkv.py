@@ -155,10 +155,10 @@ class CompilerKV(Method):
             usage = observation[self._attention].attention_sums
             if not self.global_mean:
                 usage = usage.mean(-1)
-            places, usage = (
+            token_indices, usage = (
                 observation.split_layers(part).flatten(1) for part in (_places(observation, longest), usage)
             )
-            total.scatter_add_(1, places, usage.nan_to_num(0.0))
+            total.scatter_add_(1, token_indices, usage.nan_to_num(0.0))
             heads += observation.valid.shape[1] * len(observation.layer_ids)
         return total / heads
 

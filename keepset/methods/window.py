@@ -194,8 +194,8 @@ class RKV(Method):
     def _charged(self, keys: Float[Tensor, "batch heads entries head_dim"], history: Mask) -> Scores:
         """Return the sum of the cosines that count for each key, for some heads."""
         directions = F.normalize(keys.float(), dim=-1).masked_fill(~history[..., None], 0.0)
-        others = directions.sum(2, keepdim=True) - directions
-        charged = (directions * others).sum(-1)
+        remaining = directions.sum(2, keepdim=True) - directions
+        charged = (directions * remaining).sum(-1)
         batch, kv_heads, entries, _ = directions.shape
         # In float32, whose maxima are vectorised; exact up to 2**24 entries.
         index = torch.arange(entries, device=directions.device, dtype=torch.float32)

@@ -40,10 +40,16 @@ def random_networks(head_dim: int, value_dim: int, width: int, draw: torch.Gener
 
 
 def expected(
-    keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, frequency: Tensor, known: Tensor
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    new: Tensor,
+    networks: Networks,
+    frequency: Tensor,
+    earlier_codes: Tensor,
 ) -> Tensor:
     """The formula's log scores and slopes, one entry after another; what known codes hold elsewhere."""
-    outputs = torch.stack(decode(known.double()), -1)
+    outputs = torch.stack(decode(earlier_codes.double()), -1)
     for row, head, entry in new.nonzero().tolist():
         layer = row // ROWS
         linear, hidden, hidden_bias, output, output_bias = (part[layer, head].double() for part in networks[:5])
@@ -63,7 +69,9 @@ def expected(
 def check_codes(codes: Tensor, outputs: Tensor, given: dict[str, Any]) -> None:
     """Codes are whole numbers that hold the formula's to half a step; others are what they were."""
     new = given["new"]
-    assert torch.equal(codes[~new], torch.zeros_like(codes)[~new] if given["known"] is None else given["known"][~new])
+    assert torch.equal(
+        codes[~new], torch.zeros_like(codes)[~new] if given["earlier_codes"] is None else given["earlier_codes"][~new]
+    )
     assert torch.equal(codes, codes.round()) and codes[new].min() >= 1 and codes.max() < 2**24
     far = (torch.stack(decode(codes), -1).double() - outputs)[new].abs()
     assert (far < STEPS / 2 + ROUNDING).all()
@@ -81,7 +89,7 @@ def entries_of(
         "keys": torch.randn(*shape, head_dim, generator=draw).to(dtype),
         "values": torch.randn(*shape, value_dim, generator=draw).to(dtype),
         "positions": torch.randint(LONGEST, shape, generator=draw).sort().values, "new": valid & ~scored,
-        "known": known.where(valid & scored, 0),
+        "earlier_codes": known.where(valid & scored, 0),
     }  # fmt: skip
 
 
@@ -104,10 +112,12 @@ def test_codes_are_the_formulas(
     given = entries_of(head_dim, value_dim, entries, dtype, draw)
     outputs = expected(networks=networks, frequency=frequency, **given)
     check_codes(entry_codes(networks=networks, **given), outputs, given)
-    at_prompt = given | {"positions": given["positions"][:, :1].expand(-1, HEADS, -1), "known": None}
+    at_prompt = given | {"positions": given["positions"][:, :1].expand(-1, HEADS, -1), "earlier_codes": None}
     at_prompt["keys"] = at_prompt["keys"].transpose(1, 2).contiguous().transpose(1, 2)  # as layers make them
     outputs = expected(
-        networks=networks, frequency=frequency, **at_prompt | {"known": torch.zeros_like(given["known"])}
+        networks=networks,
+        frequency=frequency,
+        **at_prompt | {"earlier_codes": torch.zeros_like(given["earlier_codes"])},
     )
     check_codes(entry_codes(networks=networks, **at_prompt), outputs, at_prompt)
 
@@ -164,9 +174,9 @@ def test_codes_of_pages_are_those_of_stores(
         formats, read = [how] * LAYERS, torch.stack(floats)[there].flatten(3, 4).flatten(0, 1).nan_to_num()
         given["keys"], given["values"] = read[:, :, :entries].chunk(2, -1)
     subpages, parts = (own + layer * blocks * HEADS).flatten(0, 1), {name: given[name] for name in ("positions", "new")}
-    for known in (given["known"], None):
-        made = entry_codes_in_pages(kept, 1, subpages, networks=networks, formats=formats, known=known, **parts)
-        check_same_codes(made, entry_codes(networks=networks, **given | {"known": known}), 0.98)
+    for known in (given["earlier_codes"], None):
+        made = entry_codes_in_pages(kept, 1, subpages, networks=networks, formats=formats, earlier_codes=known, **parts)
+        check_same_codes(made, entry_codes(networks=networks, **given | {"earlier_codes": known}), 0.98)
 
 
 def test_what_has_a_code_is_not_read(implementation: str) -> None:

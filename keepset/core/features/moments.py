@@ -73,11 +73,11 @@ class _Moments(Accumulator):
         for feature, moments in self._moments.items():
             moments.add(rows, chunk.counted(feature.skip), kind.full)
 
-    def merged_with(self, others: Sequence[_Moments]) -> _Moments:
+    def merged_with(self, following: Sequence[_Moments]) -> _Moments:
         copied = copy.copy(self)
-        copied._source = self._source.merged_with([other._source for other in others])
+        copied._source = self._source.merged_with([other._source for other in following])
         copied._moments = {
-            feature: moments.merged_with([other._moments[feature] for other in others])
+            feature: moments.merged_with([other._moments[feature] for other in following])
             for feature, moments in self._moments.items()
         }
         return copied

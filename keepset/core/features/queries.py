@@ -108,9 +108,9 @@ class _Reference(Accumulator):
             for i, (row, new) in enumerate(zip(before, queries, strict=True))
         ]
 
-    def merged_with(self, others: Sequence[_Reference]) -> _Reference:
+    def merged_with(self, following: Sequence[_Reference]) -> _Reference:
         copied = copy.copy(self)
-        copied._rows = [row for part in (self, *others) for row in part._rows]
+        copied._rows = [row for part in (self, *following) for row in part._rows]
         return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:

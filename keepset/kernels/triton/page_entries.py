@@ -122,11 +122,11 @@ def _eight_bits(numbers, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     return (sign | tl.where(tl.abs(numbers) >= 0.0, code, 127)).to(tl.uint8)  # NaN compares as false
 
 
-def read(kind, addresses, place, subpages, entries) -> None:
+def read(kind, addresses, first_layer, subpages, entries) -> None:
     """Copy sub-pages to `entries`; one program for each sub-page."""
     blocks, kv_heads, size, width = kind.shape
     _read_pages[(subpages.numel(),)](
-        kind, addresses.on_device, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place,
+        kind, addresses.on_device, subpages, entries, *kind.stride()[:3], kv_heads, blocks, first_layer,
         len(addresses.on_device), SIZE=size, ROWS=triton.next_power_of_2(size),
         WIDTH=width, WIDE=triton.next_power_of_2(width), ALIGNED=addresses.aligned,
     )  # fmt: skip
@@ -180,8 +180,8 @@ def _move_entries(
         cache = tl.multiple_of(cache, 16)
     dims = tl.arange(0, WIDE)
     mask = exists[:, None] & (dims < HALF)[None, :]
-    place = block % blocks * of_block + subpage % kv_heads * of_head + slot % size * of_token
-    inside = (cache + place)[:, None] + dims[None, :]
+    offset = block % blocks * of_block + subpage % kv_heads * of_head + slot % size * of_token
+    inside = (cache + offset)[:, None] + dims[None, :]
     key, value = keys + (entry * of_key)[:, None] + dims[None, :], values + (entry * of_value)[:, None] + dims[None, :]
     if INTO_PAGES:
         tl.store(inside, tl.load(key, mask=mask), mask=mask)

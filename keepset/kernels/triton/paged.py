@@ -22,7 +22,7 @@ _MOST_NUMBERS = 2**14
 """The most numbers of a program's queries, so that they fit its memory."""
 
 
-def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format, value_dim) -> None:
+def attend(queries, cache, addresses, layer, tokens, layout, softmax, output, bias, format, value_dim) -> None:
     """Compute `keepset.kernels.paged.paged_attention`.
 
     The number of a head's parts depends on the number of tokens and `tokens.longest`; their length on the head's
@@ -48,7 +48,7 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
     _attend_pages[(n, heads * row_blocks, splits)](
         queries, kind, addresses.on_device, *_scales(format), bias, sinks,
         *_places(tokens, layout), partial, lse, *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout),
-        place, len(addresses.on_device), 0 if bias is None else bias.stride(0), softmax.scaling,
+        layer, len(addresses.on_device), 0 if bias is None else bias.stride(0), softmax.scaling,
         softmax.softcap or 1.0, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block, VALUE_DIM=width, VALUE_BLOCK=value_block, SIZE=size, ROWS=rows, ROW_BLOCKS=row_blocks,
@@ -142,9 +142,9 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
 def _dealt_to(counts, shared, head, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
     """Return the results of `_dealt` for one head."""
     count, kept, start, later = _dealt(counts, shared, HEADS, HEADS_BLOCK, SIZE)
-    own = tl.arange(0, HEADS_BLOCK) == head
-    count, kept = tl.sum(tl.where(own, count, 0), 0), tl.sum(tl.where(own, kept, 0), 0)
-    return count, kept, tl.sum(tl.where(own, start, 0), 0), tl.sum(tl.where(own, later, 0), 0)
+    is_head = tl.arange(0, HEADS_BLOCK) == head
+    count, kept = tl.sum(tl.where(is_head, count, 0), 0), tl.sum(tl.where(is_head, kept, 0), 0)
+    return count, kept, tl.sum(tl.where(is_head, start, 0), 0), tl.sum(tl.where(is_head, later, 0), 0)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _find(
 @triton.jit(do_not_specialize=["layer", "outputs"])
 def _attend_pages(
     queries, cache, caches, key_scale, value_scale, bias, sinks, block_table, counts, event_lengths, firsts, shares,
-    places, rows, lengths, output, lse,
+    token_indices, rows, lengths, output, lse,
     query_token, query_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, cap, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
@@ -198,9 +198,9 @@ def _attend_pages(
     Program axes: (token, KV head and block of its query heads, part).
     """
     token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
-    place, row = token, token
+    token_index, row = token, token
     if LISTED:
-        place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
+        token_index, row = tl.load(token_indices + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
     shared = tl.load(shares + row * shared_row).to(tl.int32)
     count, kept, start, later = _dealt_to(counts + row * counts_row, shared > 0, head, HEADS, HEADS_BLOCK, SIZE)
@@ -212,7 +212,7 @@ def _attend_pages(
     exists, query = member < GROUP, head * GROUP + member
     dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
     q = tl.load(
-        queries + place * query_token + query[:, None] * query_head + dims[None, :],
+        queries + token_index * query_token + query[:, None] * query_head + dims[None, :],
         mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
     if FORMAT == 0:
@@ -262,7 +262,7 @@ def _attend_pages(
         # For a part beyond its head's end only the log-sum-exp is written.
         written = tl.where(split * part < tl.maximum(entries, 1), GROUP, 0)
     else:
-        at_output = place * (HEADS * GROUP) + query
+        at_output = token_index * (HEADS * GROUP) + query
     tl.store(
         output + at_output[:, None] * VALUE_DIM + value_dims[None, :],
         attended.to(output.dtype.element_ty), mask=(member < written)[:, None] & (value_dims < VALUE_DIM)[None, :],
@@ -271,8 +271,8 @@ def _attend_pages(
 
 @triton.jit
 def _append_to_pages(
-    keys, values, cache, key_scale, value_scale, slots, block_table, counts, event_lengths, firsts, shares, places,
-    rows, lengths, key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
+    keys, values, cache, key_scale, value_scale, slots, block_table, counts, event_lengths, firsts, shares,
+    token_indices, rows, lengths, key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     SIZE: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
@@ -280,24 +280,24 @@ def _append_to_pages(
 ):  # fmt: skip
     """Write one token's entries of all heads; one program for each token."""
     token = tl.program_id(0).to(tl.int64)
-    place, row = token, token
+    token_index, row = token, token
     if LISTED:
-        place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
+        token_index, row = tl.load(token_indices + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
     if GUARDED:
         length = tl.where(tl.load(slots + token) < 0, 0, length)
-    exists, block, own, offset = _newest(
+    exists, block, block_head, offset = _newest(
         length, block_table + row * table_row, counts + row * counts_row, event_lengths + row * event_row,
         firsts + row * first_row, shares + row * shared_row, HEADS, HEADS_BLOCK, SIZE,
     )  # fmt: skip
     head, dims = tl.arange(0, HEADS_BLOCK), tl.arange(0, HEAD_BLOCK)
-    at = block * cache_block + own * cache_head + offset * cache_entry
+    at = block * cache_block + block_head * cache_head + offset * cache_entry
     if EIGHT:
         at = tl.multiple_of(at, 8)
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(keys + place * key_token + head[:, None] * key_head + dims[None, :], mask=mask, other=0.0)
+    k = tl.load(keys + token_index * key_token + head[:, None] * key_head + dims[None, :], mask=mask, other=0.0)
     store_rows(cache + at, k, key_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
-    v = tl.load(values + place * value_token + head[:, None] * value_head + dims[None, :], mask=mask, other=0.0)
+    v = tl.load(values + token_index * value_token + head[:, None] * value_head + dims[None, :], mask=mask, other=0.0)
     store_rows(cache + at + HALF, v, value_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
 
 
@@ -326,36 +326,36 @@ def _follow(
     had, has, blocks = tl.load(before + row), tl.load(after + row), block_table + row * table_row
     old = tl.load(blocks + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
     must, tokens = tl.load(required + row) != 0, tl.load(filed_tokens + old)
-    known = must & (tokens - DRAFTS <= had) & (had <= tokens)
-    some = tl.arange(0, BLOCK)
+    is_filed = must & (tokens - DRAFTS <= had) & (had <= tokens)
+    lane = tl.arange(0, BLOCK)
     for offset in tl.static_range(0, COUNTS, BLOCK):
-        index = offset + some
-        count = tl.load(filed_counts + old * COUNTS + index, mask=index < tl.where(known, COUNTS, 0), other=0)
+        index = offset + lane
+        count = tl.load(filed_counts + old * COUNTS + index, mask=index < tl.where(is_filed, COUNTS, 0), other=0)
         tl.store(counts + row * COUNTS + index, count, mask=index < COUNTS)
         for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
             page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE).to(tl.int64)
             tl.store(filed_counts + page * COUNTS + index, count, mask=index < COUNTS)
     for offset in tl.static_range(0, LAYERS, BLOCK):
-        index = offset + some
-        there = old * LAYERS + index
-        length = tl.load(filed_lengths + there, mask=index < tl.where(known, LAYERS, 0), other=0)
-        first = tl.load(filed_firsts + there, mask=index < tl.where(known, LAYERS, 0), other=0)
-        shared = tl.load(filed_shares + there, mask=index < tl.where(known, LAYERS, 0), other=0)
+        index = offset + lane
+        source = old * LAYERS + index
+        length = tl.load(filed_lengths + source, mask=index < tl.where(is_filed, LAYERS, 0), other=0)
+        first = tl.load(filed_firsts + source, mask=index < tl.where(is_filed, LAYERS, 0), other=0)
+        shared = tl.load(filed_shares + source, mask=index < tl.where(is_filed, LAYERS, 0), other=0)
         tl.store(lengths + row * LAYERS + index, length, mask=index < LAYERS)
         tl.store(firsts + row * LAYERS + index, first, mask=index < LAYERS)
         tl.store(shares + row * LAYERS + index, shared, mask=index < LAYERS)
         for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
             page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE).to(tl.int64)
-            mine = page * LAYERS + index
-            tl.store(filed_lengths + mine, length, mask=index < LAYERS)
-            tl.store(filed_firsts + mine, first, mask=index < LAYERS)
-            tl.store(filed_shares + mine, shared, mask=index < LAYERS)
+            target = page * LAYERS + index
+            tl.store(filed_lengths + target, length, mask=index < LAYERS)
+            tl.store(filed_firsts + target, first, mask=index < LAYERS)
+            tl.store(filed_shares + target, shared, mask=index < LAYERS)
     tl.debug_barrier()  # all threads have read what was filed before it is overwritten
     for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
         page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE)
         tl.store(filed_tokens + page, has.to(tl.int32))
     tl.store(pages + row, tl.load(blocks + (has - 1) // SIZE).to(tl.int64))
-    if must & ~known:
+    if must & ~is_filed:
         tl.store(lost, 1)
 
 
@@ -392,6 +392,6 @@ def _shift(
         for first in range(tl.load(starts + row).to(tl.int64), end, BLOCK):
             token = first + tl.arange(0, BLOCK)
             new = token < end
-            place = length - end + token - shift
-            block = tl.load(table + place // size, mask=new).to(tl.int64)
-            tl.store(slots + token, block * size + place % size, mask=new)
+            entry_index = length - end + token - shift
+            block = tl.load(table + entry_index // size, mask=new).to(tl.int64)
+            tl.store(slots + token, block * size + entry_index % size, mask=new)

@@ -123,10 +123,12 @@ def received(logits, partial, row, part, parts, PARTS: tl.constexpr, NUMBERS: tl
 
 
 @triton.jit
-def add_numbers(column, place, written, stored, sums, GROUP: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr):
+def add_numbers(
+    column, entry_rows, written, stored, sums, GROUP: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr
+):
     """Add sums to the numbers of entries at these places of a column; those not `written` yet count as zero."""
     number, of_entry = tl.arange(0, NUMBERS), GROUP if NUMBERS > 1 else 1
-    target = column + place[None, :].to(tl.int64) * of_entry + number[:, None]
+    target = column + entry_rows[None, :].to(tl.int64) * of_entry + number[:, None]
     real = (number < of_entry)[:, None]
     before = tl.load(target, mask=real & written[None, :], other=0.0)
     tl.store(target, before + sums / (GROUP if MEAN else 1), mask=real & stored[None, :])

@@ -53,8 +53,8 @@ def received_attention(
         columns = (keys, None, positions, bias, None, None)
         starts = torch.arange(heads)
         none = torch.zeros_like(starts)
-        places = [none if c is None else c.data_ptr() + starts * (c.stride(0) * c.itemsize) for c in columns]
-        table = torch.stack([*places, torch.full_like(starts, entries)])
+        addresses = [none if c is None else c.data_ptr() + starts * (c.stride(0) * c.itemsize) for c in columns]
+        table = torch.stack([*addresses, torch.full_like(starts, entries)])
         where = _Places(
             keys, positions, bias, None, dispatch.upload(table, keys.device), 0, entries, keys.stride(1), heads,
             aligned=not (table[0] % 16).any(),
@@ -143,16 +143,16 @@ def _logits(
     )  # fmt: skip
     last = tl.load(last_visible + request.to(tl.int64) * last_batch + token * last_token, mask=exists, other=-1)
     entry = first + tl.arange(0, BLOCK)
-    stored, place = entry < length, entry.to(tl.int64)
+    stored, entry_row = entry < length, entry.to(tl.int64)
     k = tl.load(
-        keys + place[None, :] * key_row + dims[:, None],
+        keys + entry_row[None, :] * key_row + dims[:, None],
         mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
     )  # fmt: skip
     if INT8:
-        steps = tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)
+        steps = tl.load(key_scale + entry_row, mask=stored, other=0.0).to(tl.float32)
         k = (k.to(tl.float32) * steps[None, :]).to(q.dtype)
-    biases = tl.load(bias + place, mask=stored, other=0.0) if BIASED else 0.0
-    at = tl.load(positions + place, mask=stored, other=0)
+    biases = tl.load(bias + entry_row, mask=stored, other=0.0) if BIASED else 0.0
+    at = tl.load(positions + entry_row, mask=stored, other=0)
     visible = exists[:, None] & stored[None, :] & (at[None, :] <= last[:, None])
     return seen_logits(q, k, biases, visible, scaling, cap, TOKENS, WIDE, BLOCK, LARGEST, BIASED, CAPPED)
 
