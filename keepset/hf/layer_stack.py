@@ -34,8 +34,6 @@ class LayerStack(LazyObservation):
         members: the layers' observations. They have heads of one size, and no collected features.
     """
 
-    members: Sequence[Observation]
-
     def __init__(self, members: Sequence[Observation]) -> None:
         first, width = members[0], max(member.valid.shape[2] for member in members)
         whole = len(members) * first.valid.shape[0], first.valid.shape[1], width
@@ -60,7 +58,7 @@ class LayerStack(LazyObservation):
             longest=first.longest,
             num_kept=list(chain.from_iterable(kept)) if len(kept) == len(members) else None,
         )
-        vars(self)["members"] = members
+        self.members = members
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
         return _joined([_source(member).keys[:, heads] for member in self.members], self.valid.shape[2])
@@ -69,7 +67,7 @@ class LayerStack(LazyObservation):
         return _joined([_source(member).values[:, heads] for member in self.members], self.valid.shape[2])
 
     def _codes_in_place(
-        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
+        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, earlier_codes: Scores | None
     ) -> Scores | None:
         if uses_triton(new.device):  # the kernel reads new entries alone; to count them would wait for the device
             return None
@@ -87,7 +85,7 @@ class LayerStack(LazyObservation):
             new_codes.append(
                 entry_codes(keys, values, positions[group_rows], are_new[group_rows], networks.of_layers(group))
             )
-        codes = torch.zeros(new.shape, dtype=torch.float32) if known is None else known.clone()
+        codes = torch.zeros(new.shape, dtype=torch.float32) if earlier_codes is None else earlier_codes.clone()
         codes[new_indices] = torch.cat(new_codes).where(are_new, codes[new_indices])
         return codes
 

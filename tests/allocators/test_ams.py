@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from keepset.methods.window import TOVA
 from tests.methods.formulas import mean_window
 from tests.methods.naive import EXACT, Given, Shape, every_shape, heads_of, kept, length_of, observe
 from tests.methods.test_scorers import Spent
+from tests.observations import changed
 from tests.tiers import examples
 
 # --- segments
@@ -331,8 +331,8 @@ def test_what_is_useful_at_one_event_after_another_gains() -> None:
     first = Recipe(method, budget).select(observation).layer(0).state["credit"]
     old = first.clone()
     old[..., 6:] = 0.0  # as if these were new at the second event
-    again = Recipe(method, budget).select(replace(observation, state={"credit": old})).layer(0).state["credit"]
-    ratio = again / (0.1 * method.segments(replace(observation, state={}), budget).mass)
+    again = Recipe(method, budget).select(changed(observation, state={"credit": old})).layer(0).state["credit"]
+    ratio = again / (0.1 * method.segments(changed(observation, state={}), budget).mass)
     torch.testing.assert_close(ratio[0, 0, :6], torch.full((6,), 1.9), **EXACT)
     torch.testing.assert_close(ratio[0, 0, 6:], torch.ones(6), **EXACT)
 
@@ -364,7 +364,7 @@ def test_a_whole_event(
         observation.keys.zero_()
     if spoilt == "nan":
         observation.keys[:, 0, 0] = math.nan
-    observation = replace(observation, state={"scores": scores})
+    observation = changed(observation, state={"scores": scores})
     method = AMS(Given(), credit=False, min_quota=least, **SMALL)
     keep = max(keep, sum(always))
     budget = Budget(keep, *always)

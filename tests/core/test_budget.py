@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation, Recipe
+from tests.observations import changed
 from tests.tiers import examples
 
 
@@ -131,7 +132,7 @@ def test_what_always_stays_and_counts(
     """
     texts = [[name for name, count in parts for _ in range(count)] or ["text"] for parts in requests]
     prompts = [data.draw(st.integers(1, len(text))) for text in texts] * layers
-    seen = replace(observation(*[len(text) for text in texts] * layers), prompts=torch.tensor(prompts))
+    seen = changed(observation(*[len(text) for text in texts] * layers), prompts=torch.tensor(prompts))
     images = [tuple((at, at + 1) for at, name in enumerate(text) if name == "image") for text in texts]
     sizes, (sinks, recent) = replace(seen.sizes, layer_ids=tuple(range(layers))), always
     kinds = [protects] if protects in ("image", "text") else []

@@ -45,6 +45,7 @@ from tests.methods.naive import (
     observe,
     random_statistics,
 )
+from tests.observations import changed
 
 
 def stay(text: str, observation: Observation, request: int = 0) -> list[list[int]]:
@@ -211,7 +212,7 @@ def test_what_nothing_looks_at_counts_by_a_hundredth_of_its_values_norm() -> Non
     # One key along the mean query draws all attention; the others look away from it, where exp is 0 in float32.
     ahead = matmul([moments.mean[0, 0].double().tolist()], transposed(mean_rotation(4, 9, 1)))[0]
     keys = torch.tensor([[1e4 * (1 if entry == 2 else -entry - 1) * x for x in ahead] for entry in range(9)])
-    observation = replace(observation, keys=keys[None, None])
+    observation = changed(observation, keys=keys[None, None])
     norms = [math.sqrt(dot(value, value)) for value in observation.values[0, 0].double().tolist()]
     expected = [(1.01 if entry == 2 else 0.01) * norms[entry] for entry in range(9)]
     scores = ExpectedAttention(future=1, skip=0, covariance=False).score(observation)[0, 0]
