@@ -84,7 +84,7 @@ class LayerState(LogicalLayer):
         """Bytes of the layer's states, which are no entries and never compressed."""
         return 0
 
-    def copy_states(self, other: Any) -> None:
+    def copy_states(self, source: Any) -> None:
         """Take over the states of another layer, which are no entries."""
 
     def attend(

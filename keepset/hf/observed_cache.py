@@ -443,9 +443,9 @@ class ObservedCache(EditableCache, KnowsText):
         if waits and len(self._waiting) < len(self.managed_layers):
             return
         if self._second is not None:
-            entries = {each.layer: (each.keys, each.values) for each in self._waiting}
+            entries = {observation.layer: (observation.keys, observation.values) for observation in self._waiting}
             passes = self._second.run(entries, up_to_event, progress.valid, self.layers)
-            self._waiting = [each.with_features(passes[each.layer]) for each in self._waiting]
+            self._waiting = [observation.with_features(passes[observation.layer]) for observation in self._waiting]
         if self._perplexity is None:
             self._choose_waiting()
 

@@ -1,17 +1,16 @@
-"""Packed heads of different lengths: attention over them, appending new entries, and packing those that stay."""
+"""Packed heads of different lengths: attention over them, and appending new entries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.dispatch import launched_on
 from keepset.kernels.packed import PackedHeads
 from keepset.kernels.softmax import Softmax, softmax_attention
 
@@ -44,12 +43,12 @@ def append_entries(
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     first = 0
     for store in stores:
-        own = slice(first, first + store.heads)
-        first = own.stop
-        new_keys, new_values = keys[own], values[own]
+        store_heads = slice(first, first + store.heads)
+        first = store_heads.stop
+        new_keys, new_values = keys[store_heads], values[store_heads]
         if format:
             new_keys, new_values = format.mix(new_keys), format.mix(new_values)
-        _write(store, new_keys, new_values, at[own])
+        _write(store, new_keys, new_values, at[store_heads])
 
 
 def _write(
@@ -128,70 +127,20 @@ def ragged_attention(
             if store.bias is not None:
                 bias = run.view(store.bias)[None, :, None].to(queries.dtype)
                 mask = bias if mask is None else bias.where(mask, float("-inf"))
-            some, keys, values = folded[None, heads], store.rows(run, "keys")[None], store.rows(run, "values")[None]
+            head_queries, keys, values = (
+                folded[None, heads],
+                store.rows(run, "keys")[None],
+                store.rows(run, "values")[None],
+            )
             if softmax.softcap is None and sinks is None:
-                attended = F.scaled_dot_product_attention(some, keys, values, mask, scale=softmax.scaling)
+                attended = F.scaled_dot_product_attention(head_queries, keys, values, mask, scale=softmax.scaling)
             else:
-                own = replace(softmax, sinks=None if sinks is None else sinks[heads].repeat_interleave(n, 1))
-                attended = softmax_attention(some, keys, values, own, mask)[0].transpose(1, 2).contiguous()
+                head_softmax = replace(softmax, sinks=None if sinks is None else sinks[heads].repeat_interleave(n, 1))
+                attended = (
+                    softmax_attention(head_queries, keys, values, head_softmax, mask)[0].transpose(1, 2).contiguous()
+                )
             outputs.append(attended[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if format:
         output = format.unmix(output)
     return output.reshape(batch, query_heads, n, -1).transpose(1, 2).contiguous()
-
-
-def pack_entries(
-    columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries ..."]],
-    indices: Int[Tensor, " kept"],
-    counts: Int[Tensor, "batch kv_heads"],
-) -> dict[str, Shaped[Tensor, "kept ..."]]:
-    """Return the chosen entries of every head, head after head; on a GPU one launch moves all columns of all heads.
-
-        packed[starts[h] + i] = column[h // kv_heads, h % kv_heads, indices[starts[h] + i]]
-
-    Args:
-        columns: columns of entries, with any strides; keys and values are usually transposed views.
-        indices: indices of the chosen entries, head after head.
-    """
-    heads = counts.flatten()
-    if not uses_triton(indices.device):
-        rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
-        places = cache(lambda capacity: rows * capacity + indices)  # a store's columns share a capacity
-        return {name: _pick(column, rows, indices, places) for name, column in columns.items()}
-    packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
-    if packed and len(indices):
-        from keepset.kernels.triton import attention  # loads Triton
-
-        starts = heads.cumsum(0) - heads
-        most = min(len(indices), *(column.shape[2] for column in columns.values()))  # a bound, without a host sync
-        with launched_on(indices.device):
-            attention.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
-    return packed
-
-
-def _pick(
-    column: Shaped[Tensor, "batch kv_heads entries ..."],
-    rows: Int[Tensor, " kept"],
-    indices: Int[Tensor, " kept"],
-    places: Callable[[int], Int[Tensor, " kept"]],
-) -> Shaped[Tensor, "kept ..."]:
-    """Return `column[rows, indices]`, gathered row by row.
-
-    Every memory order is read in place, because flattening would copy entries that are about to be dropped. `places`
-    returns `rows * capacity + indices` for a given capacity.
-    """
-    batch, heads, entries = column.shape[:3]
-    of_request, of_head, of_entry = column.stride()[:3]
-    if of_head >= entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
-        capacity = of_head // of_entry
-        last = (batch * heads - 1) * capacity + entries
-        flat = column.as_strided((last, *column.shape[3:]), column.stride()[2:])
-        return flat.index_select(0, places(capacity))
-    swapped = column.transpose(1, 2)
-    if swapped.is_contiguous():
-        request, head = rows // heads, rows % heads
-        return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
-            0, (request * entries + indices) * heads + head
-        )
-    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, places(entries))

@@ -1,17 +1,24 @@
-"""Heads of any lengths, packed one after another in flat tensors, and tables of their places for host and kernels."""
+"""Heads of any lengths, packed one after another in flat tensors, and tables of their places for host and kernels.
+
+Heads follow one another, request after request, each with its own number of entries. Neighbours with equally many
+entries form a run, which has a view `[heads, entries, ...]`. A dense layer is a single run, a head-ragged layer has a
+run per head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.dispatch import CACHE_BLOCK, uses_triton
+from keepset.kernels.dispatch import CACHE_BLOCK, launched_on, upload, uses_triton
 from keepset.kernels.entry_format import EntryFormat, format_of
 
 ENTRIES = ("keys", "values", "positions")
@@ -20,6 +27,12 @@ SCALES = {"keys": "key_scale", "values": "value_scale"}
 """Two more columns if keys and values are stored in few bits: their scales."""
 BIAS = "bias"
 """The name of the one remembered number per entry that attention reads too: it is added to the logits."""
+
+
+SLACK = 64
+"""Free places per head that are allocated at once when columns grow, at least."""
+_SHARE = 8
+"""Growing columns get at least one free place per this many entries, so growth costs constant time per entry."""
 
 
 @dataclass
@@ -51,9 +64,11 @@ class HeadRun:
         """
         n = self.count - first if n is None else n
         # One call of PyTorch, because every token of every layer makes such views.
-        place, *rest = flat.stride()
-        begin = flat.storage_offset() + (self.start + first) * place
-        return flat.as_strided((self.heads, n, *flat.shape[1:]), (self.capacity * place, place, *rest), begin)
+        entry_stride, *number_strides = flat.stride()
+        begin = flat.storage_offset() + (self.start + first) * entry_stride
+        return flat.as_strided(
+            (self.heads, n, *flat.shape[1:]), (self.capacity * entry_stride, entry_stride, *number_strides), begin
+        )
 
 
 def runs_of(counts: Sequence[int]) -> list[HeadRun]:
@@ -153,9 +168,9 @@ class PackedHeads:
             if first < last and part.count:
                 assert self.residual is not None
                 start = part.start + (first - part.first) * part.capacity
-                own = replace(part, first=first, heads=last - first, start=start)
+                part_run = replace(part, first=first, heads=last - first, start=start)
                 newest = rows[first - run.first : last - run.first, run.count - part.count :]
-                newest += self.residual.rows(own, name)
+                newest += self.residual.rows(part_run, name)
         return rows
 
     def whole(self) -> PackedHeads:
@@ -236,3 +251,192 @@ class HeadTable:
         joined = torch.cat([store.host_table for store in stores], 1)
         joined[-1] += torch.tensor([store.grown for store in stores for _ in range(store.heads)], dtype=torch.long)
         self.addresses = joined.to(stores[0].keys.device, non_blocking=True)
+
+
+class HeadColumns:
+    """Columns of the entries of some heads, each a flat tensor: head after head, with free places behind each head.
+
+    All columns of an entry move together. Columns other than keys, values and positions are zero in free places, so a
+    new token writes nothing to them.
+
+    Args:
+        tensors: `[entries, ...]` by name, head after head, without free places.
+        counts: returns the number of entries of each head; called once the host needs it.
+
+    Attributes:
+        free: free places behind the entries of each head.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], counts: Callable[[], Sequence[int]]) -> None:
+        self.tensors, self._counts, self.free = tensors, counts, 0
+
+    @cached_property
+    def runs(self) -> list[HeadRun]:
+        """Where the heads are."""
+        return runs_of(self._counts())
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of entries of each head."""
+        return [run.count for run in self.runs for _ in range(run.heads)]
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of all heads."""
+        return sum(run.heads * run.count for run in self.runs)
+
+    @property
+    def longest(self) -> int:
+        """Number of entries of the longest head."""
+        return max(run.count for run in self.runs)
+
+    @property
+    def starts(self) -> list[int]:
+        """The first place of every head."""
+        return [run.start + i * run.capacity for run in self.runs for i in range(run.heads)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, free places included."""
+        return sum(column.nbytes for column in self.tensors.values())
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry of one head, over all columns."""
+        return sum(column[:1].nbytes for column in self.tensors.values())
+
+    def rectangle(self, name: str, shape: Sequence[int]) -> Shaped[Tensor, "*shape entries *rest"]:
+        """Return a column head by head: a view if all heads have equally many entries, else a copy, zero behind them.
+
+        Args:
+            name: the column.
+            shape: the heads, such as `[batch, kv_heads]`.
+        """
+        flat = self.tensors[name]
+        if len(self.runs) == 1:
+            return self.runs[0].view(flat).unflatten(0, shape)
+        column = flat.new_zeros(math.prod(shape), self.longest, *flat.shape[1:])
+        for run in self.runs:
+            column[run.first : run.first + run.heads, : run.count] = run.view(flat)
+        return column.unflatten(0, shape)
+
+    def places(self, index: Int[Tensor, "heads n"]) -> Int[Tensor, " heads_n"]:
+        """Return where entries of each head are in the flat tensors; any place for entries after a head's last."""
+        starts = upload(self.starts, index.device)[:, None]
+        return (starts + index).flatten().clamp(max=len(self.tensors["positions"]) - 1)
+
+    def append(self, new: Mapping[str, Shaped[Tensor, "heads n ..."]], indices: Sequence[Int[Tensor, " _"]]) -> None:
+        """Add some new entries to each head; everything is packed again.
+
+        Args:
+            new: columns of the new entries; the other columns' numbers are zero.
+            indices: which of them are added to each head.
+        """
+        joined = {}
+        for name in self.tensors:
+            column = self.rectangle(name, [len(indices)])
+            rows = new[name] if name in new else column.new_zeros(new["positions"].shape + column.shape[2:])
+            joined[name] = torch.cat([column, rows], 1)[None]
+        longest, counts, device = self.longest, self.counts, indices[0].device
+        present = torch.arange(longest, device=device)
+        chosen = [torch.cat([present[:count], longest + real]) for count, real in zip(counts, indices, strict=True)]
+        counts = [len(head) for head in chosen]
+        self.tensors = pack_entries(joined, torch.cat(chosen), upload([counts], device))
+        self.runs, self.free = runs_of(counts), 0
+
+    def grow(self, n: int, room: int) -> None:
+        """Move the heads to where `n` tokens have free places; `room` is as for `EntryStore.append`."""
+        most = max(SLACK, self.longest // _SHARE)
+        slack = max(n, min(room, most) if room else most)
+        runs, start = [], 0
+        for run in self.runs:
+            runs.append(replace(run, start=start, capacity=run.count + slack))
+            start += run.heads * (run.count + slack)
+        for name, flat in self.tensors.items():
+            make = flat.new_empty if name in ENTRIES else flat.new_zeros
+            grown = make((start, *flat.shape[1:]))
+            for old, new in zip(self.runs, runs, strict=True):
+                new.view(grown).copy_(old.view(flat))
+            self.tensors[name] = grown
+        self.runs, self.free = runs, slack
+
+    def crop(self, removed: Sequence[int]) -> None:
+        """Drop the newest entries: a given number of each head."""
+        if len(set(removed)) > 1:
+            self.rebuild([(head, count - removed[head]) for head, count in enumerate(self.counts)])
+            return
+        self.free += removed[0]
+        for run in self.runs:
+            run.count -= removed[0]
+            for name in self.tensors.keys() - set(ENTRIES):
+                run.view(self.tensors[name], run.count, removed[0]).zero_()
+
+    def rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
+        """Make new columns without free places, of these heads with so many entries each, in this order."""
+        starts = self.starts
+        for name, flat in self.tensors.items():
+            self.tensors[name] = torch.cat([flat[starts[head] : starts[head] + count] for head, count in heads])
+        self.runs, self.free = runs_of([count for _, count in heads]), 0
+
+    def packed(self) -> HeadColumns:
+        """Return a copy without free places."""
+        copied = copy.copy(self)
+        copied.tensors = dict(self.tensors)
+        copied.rebuild(list(enumerate(self.counts)))
+        return copied
+
+
+def pack_entries(
+    columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries ..."]],
+    indices: Int[Tensor, " kept"],
+    counts: Int[Tensor, "batch kv_heads"],
+) -> dict[str, Shaped[Tensor, "kept ..."]]:
+    """Return the chosen entries of every head, head after head; on a GPU one launch moves all columns of all heads.
+
+        packed[starts[h] + i] = column[h // kv_heads, h % kv_heads, indices[starts[h] + i]]
+
+    Args:
+        columns: columns of entries, with any strides; keys and values are usually transposed views.
+        indices: indices of the chosen entries, head after head.
+    """
+    heads = counts.flatten()
+    if not uses_triton(indices.device):
+        rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
+        flat_indices = cache(lambda capacity: rows * capacity + indices)  # a store's columns share a capacity
+        return {name: _pick(column, rows, indices, flat_indices) for name, column in columns.items()}
+    packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
+    if packed and len(indices):
+        from keepset.kernels.triton import attention  # loads Triton
+
+        starts = heads.cumsum(0) - heads
+        most = min(len(indices), *(column.shape[2] for column in columns.values()))  # a bound, without a host sync
+        with launched_on(indices.device):
+            attention.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
+    return packed
+
+
+def _pick(
+    column: Shaped[Tensor, "batch kv_heads entries ..."],
+    rows: Int[Tensor, " kept"],
+    indices: Int[Tensor, " kept"],
+    flat_indices: Callable[[int], Int[Tensor, " kept"]],
+) -> Shaped[Tensor, "kept ..."]:
+    """Return `column[rows, indices]`, gathered row by row.
+
+    Every memory order is read in place, because flattening would copy entries that are about to be dropped.
+    `flat_indices` returns `rows * capacity + indices` for a given capacity.
+    """
+    batch, heads, entries = column.shape[:3]
+    of_request, of_head, of_entry = column.stride()[:3]
+    if of_head >= entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
+        capacity = of_head // of_entry
+        last = (batch * heads - 1) * capacity + entries
+        flat = column.as_strided((last, *column.shape[3:]), column.stride()[2:])
+        return flat.index_select(0, flat_indices(capacity))
+    swapped = column.transpose(1, 2)
+    if swapped.is_contiguous():
+        request, head = rows // heads, rows % heads
+        return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
+            0, (request * entries + indices) * heads + head
+        )
+    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, flat_indices(entries))

@@ -53,7 +53,7 @@ def stores_of(cache: keepset.Cache, text: str) -> list[tuple[EntryStore, int, in
         store = layer.store
         assert store is not None
         sizes = store.heads.sizes
-        allocated = sum(column.nbytes for column in store._columns.values())
+        allocated = sum(column.nbytes for column in store.columns.tensors.values())
         assert allocated == store.entries * ENTRY[text](*sizes)
         found.append((store, allocated, 2 * sum(sizes)))
     return found

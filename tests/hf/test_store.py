@@ -179,7 +179,7 @@ class Walk:
             torch.testing.assert_close(columns[name], column, **(close if name in ("keys", "values") else {}))
         if exact:
             self.check_table(store, expected)
-            assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store._columns.values())
+            assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store.columns.tensors.values())
         else:
             packed = dequantized(store.packed, torch.tensor(store.counts).view(-1, self.kv_heads))
             for name in expected:
