@@ -137,7 +137,7 @@ class LayerState(LogicalLayer):
 
         No gradient flows through collected inputs or an event.
         """
-        if self.store is None and (self.prompt is None or new.real is not None):
+        if self.store is None and (self.collector.prompt is None or new.real is not None):
             self.store = _packed(new, self.store_type)
         with torch.no_grad():
             up_to_event, self.after_event = self.collector.add(new, self.store)
@@ -145,24 +145,26 @@ class LayerState(LogicalLayer):
             self.store = _packed(new, self.store_type)
         return up_to_event
 
-    def observe(self, up_to_event: AttentionInput, features: Mapping[Feature[Any], Any], **others: Any) -> Observation:
+    def observe(
+        self, up_to_event: AttentionInput, features: Mapping[Feature[Any], Any], **cache_parts: Any
+    ) -> Observation:
         """Return the observation of an event. The layer then holds no entries until `keep` gives it some.
 
         Args:
             up_to_event: the tokens up to the event, from `attend`.
             features: features that do not come from this layer's tokens.
-            others: arguments of the `Observation` that the cache knows, not the layer.
+            cache_parts: arguments of the `Observation` that the cache knows, not the layer.
         """
         store, self.store = self.store, None
         observation: Callable[..., Observation] = Observation
-        if self.prompt is None:
+        if self.collector.prompt is None:
             assert store is not None
             observation = partial(StoredObservation, store)
         parts = self.collector.collected(up_to_event, store)
         key, value = self.store_type.stored(up_to_event.key[0, 0, 0], up_to_event.value[0, 0, 0])
         return observation(
             **{**parts, "features": {**features, **parts["features"]}},
-            **others,
+            **cache_parts,
             lengths=up_to_event.lengths,
             layer=self.index,
             softmax=up_to_event.softmax,
