@@ -106,6 +106,12 @@ class Recipe:
     ) -> Recipe:
         """Return a recipe with the options of `Budget` and `Schedule`; for sinks and recent None is the method's own.
 
+        Args:
+            method: the method.
+            keep, bytes, recent_extra, protect_prompt, protect, short: as in `Budget`.
+            sinks, recent: as in `Budget`; None for the method's own.
+            prefill, every: as in `Schedule`.
+
         Raises:
             BudgetError: if these do not go together.
         """
@@ -151,11 +157,18 @@ class Recipe:
         return self.text(self.budget.keep, self.budget.bytes)
 
     def text(self, keep: int | float | None = None, bytes: float | None = None) -> str:
-        """Return the recipe's text with another `Budget.keep` or `bytes`, unchecked; None is left out."""
+        """Return the recipe's text with another `Budget.keep` or `bytes`, unchecked; None is left out.
+
+        Args:
+            keep, bytes: as in `Budget`.
+        """
         return _short_text(self.written, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
     def with_budget(self, keep: int | float | None = None, bytes: float | None = None) -> Recipe:
         """Return the same recipe with this `Budget.keep` or `bytes`; with neither, the recipe without a budget.
+
+        Args:
+            keep, bytes: as in `Budget`, of which one may be given.
 
         Raises:
             BudgetError: if it does not suit the recipe.
@@ -166,6 +179,10 @@ class Recipe:
         """Return the same recipe with at least these numbers of first and newest tokens that always stay.
 
         A number that differs from the method's own was chosen for the recipe and does not change.
+
+        Args:
+            sinks: first tokens that always stay.
+            recent: newest tokens that always stay.
 
         Raises:
             BudgetError: if that is more than the recipe keeps.
@@ -303,7 +320,12 @@ def _expression(text: str) -> ast.expr | None:
 
 
 def _parse(text: str, *, in_full: bool = False) -> tuple[Method, dict[str, Any]]:
-    """Return the method that a text describes, and the options of budget and schedule that it names."""
+    """Return the method that a text describes, and the options of budget and schedule that it names.
+
+    Args:
+        text: of a recipe.
+        in_full: whether each parameter must be named.
+    """
     text = text.strip()
     node = _expression(text)
     method = _build_method(node, text, _OPTIONS, in_full=in_full)
@@ -324,7 +346,6 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
 
 
 def _default_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the options of budget and schedule, for those that a text does not name."""
     always = {"sinks": method.traits.sinks, "recent": method.traits.recent}
     return _OPTIONS | always | {"prefill": not options.get("protect_prompt", False)}
 
@@ -339,7 +360,6 @@ def _given_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_method(node: ast.expr | None, text: str, options: Iterable[str] = (), *, in_full: bool = False) -> Method:
-    """Return the method that a call describes."""
     name, arguments, keywords = _call(node, text)
     kind = find(name)
     if kind is None:
@@ -371,7 +391,6 @@ def _build_method(node: ast.expr | None, text: str, options: Iterable[str] = (),
 
 
 def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[str, ast.expr]]:
-    """Return the name, arguments and named arguments of a call; a name alone is a call without arguments."""
     if isinstance(node, ast.Name):
         return node.id, [], {}
     keywords: dict[str, ast.expr] = {}
@@ -411,14 +430,12 @@ def _source(node: ast.expr, text: str) -> str:
 
 
 def _ranges(node: ast.expr, name: str, text: str) -> Any:
-    """Return lists of lists of plain values."""
     if isinstance(node, ast.List | ast.Tuple):
         return tuple(_ranges(element, name, text) for element in node.elts)
     return _literal(node, name, text)
 
 
 def _for_budget(method: Method, options: Mapping[str, Any]) -> Method:
-    """Return a method with parameters that depend on the budget, if its recipe has a budget or needs none."""
     return method.for_bytes(options.get("bytes")) if _has_budget(method, options) else method
 
 
@@ -454,7 +471,12 @@ def _protect_text(protect: str | Sequence[str | Sequence[int]]) -> str | list[st
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error's sentence: the most similar known name, and all known names."""
+    """Return the end of an error's sentence: the most similar known name, and all known names.
+
+    Args:
+        name: what was asked for.
+        names: all that there are.
+    """
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}? " if close else ". "

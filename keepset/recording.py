@@ -46,7 +46,12 @@ class RecordedFeatures:
 
     @classmethod
     def of(cls, needs: Needs, every: int | None) -> RecordedFeatures:
-        """Return the features recorded for a method; `every` is None if there is no event after the prompt."""
+        """Return the features recorded for a method.
+
+        Args:
+            needs: what the method looks at.
+            every: tokens from event to event; None if there is no event after the prompt.
+        """
         moments = [] if every is None else [feature for feature in needs.of(QueryMoments) if feature.buffer]
         return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), needs.newest, every)
 
@@ -56,7 +61,12 @@ class RecordedFeatures:
         return (*self.sums, *self.moments)
 
     def window(self, feature: SummedFeature, ends_prompt: bool = False) -> int:
-        """Return how many queries before an event a summed feature covers; the event may end the prompt."""
+        """Return how many queries before an event a summed feature covers.
+
+        Args:
+            feature: one of `added_up`.
+            ends_prompt: whether the event is that at the prompt's end.
+        """
         if ends_prompt:
             return feature.window
         assert self.every is not None
@@ -72,7 +82,12 @@ class RecordedFeatures:
 
 
 def moments_nbytes(query_heads: int, head_dim: int) -> int:
-    """Return the bytes of the moments of one request's queries: a mean and a covariance's triangle in float32."""
+    """Return the bytes of the moments of one request's queries: a mean and a covariance's triangle in float32.
+
+    Args:
+        query_heads: query heads of the model.
+        head_dim: numbers of a query.
+    """
     return 4 * query_heads * (head_dim * (head_dim + 1) // 2 + head_dim)
 
 
@@ -165,7 +180,12 @@ class QueryRing:
         return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
 
     def part(self, first: int, layers: int) -> QueryRing:
-        """Return a view of `layers` layers from layer `first` on."""
+        """Return a view of `layers` layers from layer `first` on.
+
+        Args:
+            first: the first of these layers.
+            layers: how many.
+        """
         part = copy.copy(self)
         part._rings = self._rings[first : first + layers]
         part._moments = {
@@ -182,26 +202,56 @@ class QueryRing:
         slots: Int[Tensor, " n"],
         ring_indices: Int[Tensor, " n"],
     ) -> None:
-        """Write queries into the rings of these layers; a ring index is a position modulo the ring's size."""
+        """Write queries into the rings of these layers.
+
+        Args:
+            layers: the layers.
+            queries: after rotation.
+            slots: the slot of each query's request.
+            ring_indices: the position of each query modulo the ring's size.
+        """
         self._rings[layers.start : layers.stop, slots, ring_indices] = queries
 
     def hold(self, layer: int, slot: int, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
-        """Store a copy of queries that are too many for a ring, until `held` removes it."""
+        """Store a copy of queries that are too many for a ring, until `held` removes it.
+
+        Args:
+            layer: the layer.
+            slot: the request's slot.
+            queries: after rotation.
+        """
         self._held[layer, slot] = queries.clone()
 
     def held(self, layers: range, slot: int) -> RecordedQueries:
-        """Remove and return the queries that were held in some layers."""
+        """Remove and return the queries that were held in some layers.
+
+        Args:
+            layers: the layers.
+            slot: the request's slot.
+        """
         return of_step(torch.stack([self._held.pop((layer, slot)) for layer in layers]))
 
     def at(self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]) -> RecordedQueries:
-        """Return queries by reference; nothing is copied."""
+        """Return queries by reference; nothing is copied.
+
+        Args:
+            layers: the layers.
+            slots: the slot of each request.
+            positions: of the queries.
+        """
         rings = self._rings[layers.start : layers.stop]
         return RecordedQueries(rings, slots, positions % rings.shape[2])
 
     def newest(
         self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
     ) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
-        """Return a copy of queries; zero for negative positions."""
+        """Return a copy of queries; zero for negative positions.
+
+        Args:
+            layers: the layers.
+            slots: the slot of each request.
+            positions: of the queries.
+        """
         queries = self._rings[layers.start : layers.stop, slots[:, None], positions % self._rings.shape[2]]
         return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
 
@@ -224,7 +274,19 @@ class QueryRing:
         softmax: Softmax,
         source: QuerySource,
     ) -> None:
-        """Add queries to the moments of their requests, as many layers at a time as fit the workspace."""
+        """Add queries to the moments of their requests, as many layers at a time as fit the workspace.
+
+        Args:
+            feature: the moments' feature.
+            layers: the layers.
+            slots: the slot of each request.
+            queries: of these layers.
+            positions: of the queries.
+            exists: which of the queries exist.
+            fresh: which requests have no moments yet.
+            softmax: the model's softmax.
+            source: tells how queries are rotated.
+        """
         parts, together = self._moments[feature], self.layers_at_once(len(slots))
         for first in range(layers.start, layers.stop, together):
             layer_range = range(first, min(first + together, layers.stop))
@@ -244,7 +306,14 @@ class QueryRing:
         slots: Int[Tensor, " rows"],
         fresh: Bool[Tensor, " rows"] | None = None,
     ) -> Moments:
-        """Return a copy of the moments of some requests; zero for those that are `fresh`."""
+        """Return a copy of the moments of some requests; zero for those that are `fresh`.
+
+        Args:
+            feature: the moments' feature.
+            layers: the layers.
+            slots: the slot of each request.
+            fresh: which requests have no moments yet; None if all have some.
+        """
         parts = self._moments[feature]
         chosen = {name: part[layers.start : layers.stop, slots].flatten(0, 1) for name, part in parts.items()}
         if fresh is not None:

@@ -103,6 +103,10 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
 
     A fraction is taken of all entries together and then rounded down; it is never less than what always stays. If a
     layer or head has too few entries, others may keep more.
+
+    Args:
+        observations: of all layers, in order.
+        budget: the recipe's budget, in entries.
     """
     existing = torch.cat([layer.split_layers(layer.valid.sum((1, 2))) for layer in observations], 1).sum(1)
     if budget.keep is None:

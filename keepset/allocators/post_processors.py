@@ -176,7 +176,6 @@ class Match(PostProcessor):
 
 
 def _of_queries(sinks: Float[Tensor, "kv_heads group"] | None, problem: FitProblem) -> Float[Tensor, "heads m"] | None:
-    """Return the softmax sink for every reference query of every head of every request."""
     if sinks is None:
         return None
     heads, queries = problem.asked.shape
@@ -187,6 +186,10 @@ def _groups_of_similar_size(counts: Sequence[int], device: torch.device) -> Iter
     """Yield groups of heads that keep about as many entries, so that a fit of a group has little padding.
 
     Groups are wider on devices where launches cost more than padding.
+
+    Args:
+        counts: entries that each head keeps.
+        device: where the fit runs.
     """
     group: list[int] = []
     most = 4.0 if is_async_device(device) else 1.25

@@ -225,7 +225,12 @@ class Budget:
         return bool(self.protect)
 
     def _bounds(self, rows: int, device: torch.device) -> Int[Tensor, "requests bounds"]:
-        """Return the first token and the end of each protected range: one row for all, or a row for each."""
+        """Return the first token and the end of each protected range: one row for all, or a row for each.
+
+        Args:
+            rows: how many requests there are.
+            device: where the result goes.
+        """
         if self.kinds:
             raise BudgetError(f"protect={self.kinds[0]!r} says nothing of positions yet: take Budget.located's budget.")
         return upload(self.ranges, device).flatten()[None]
@@ -265,7 +270,6 @@ class LocatedBudget(Budget):
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> str:
-    """Return a sentence about a number that is no share; if it may be a percentage, the sentence suggests a share."""
     if 2 <= value <= 100:
         allowed = allowed[0].upper() + allowed[1:]
         return f"{name}={value!r} is out of range; did you mean {name}={value / 100:g}? {allowed}."
@@ -317,6 +321,11 @@ def _is_range(bounds: object) -> bool:
 
 
 def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape"]:
-    """Return each number times a share from 0 to 1, rounded down."""
+    """Return each number times a share from 0 to 1, rounded down.
+
+    Args:
+        counts: numbers from 0 on.
+        share: a share from 0 to 1.
+    """
     # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
     return (counts.double() * share + 1e-9).floor().long()

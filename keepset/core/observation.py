@@ -222,7 +222,12 @@ class Observation:
     def _codes_in_place(
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, earlier_codes: Scores | None
     ) -> Scores | None:
-        """Return the result of `codes_by` if entries can be read where they lie, without a copy; else None."""
+        """Return the result of `codes_by` if entries can be read where they lie, without a copy; else None.
+
+        Args:
+            new: which entries have no code yet.
+            networks, earlier_codes: as in `codes_by`.
+        """
         return None
 
     @cached_property

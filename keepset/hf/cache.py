@@ -338,7 +338,12 @@ class Cache(ObservedCache):
         self._unfinished.clear()
 
     def _num_kept(self, layer: LayerState, up_to_event: AttentionInput) -> Sequence[int] | None:
-        """Return how many entries of each head will stay, so that the host need not wait for the device."""
+        """Return how many entries of each head will stay, so that the host need not wait for the device.
+
+        Args:
+            layer: the layer.
+            up_to_event: the tokens up to the event.
+        """
         progress, method = self.progress, self.recipe.method
         if not (is_async_device(up_to_event.key.device) and method.traits.count_known_on_host):
             return None

@@ -180,7 +180,12 @@ class LayerState(LogicalLayer):
         return [counts[first : first + heads] for first in range(0, len(counts), heads)]
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
-        """Store exactly the kept entries of an observation; `append_after_event` follows once all layers have."""
+        """Store exactly the kept entries of an observation.
+
+        Args:
+            observation: what the layer has shown at the event.
+            kept: what stays of it; `append_after_event` follows once all layers have theirs.
+        """
         columns = {"positions": observation.positions.int(), **kept.state}
         if isinstance(observation, StoredObservation):
             self.store = observation.store.kept(columns, kept.indices, kept.heads)
@@ -212,7 +217,13 @@ class LayerState(LogicalLayer):
         return self.collector.can_take_back(self.logical - removed)
 
     def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
-        """Forget the newest tokens: `removed` with padding, `per_request` without; `lengths` are left."""
+        """Forget the newest tokens.
+
+        Args:
+            removed: how many, with padding.
+            per_request: how many of each request, without padding.
+            lengths: tokens of each request that are left.
+        """
         if self.store is not None:
             self.store.crop(per_request)
             self.logical -= removed
@@ -248,7 +259,6 @@ class LayerState(LogicalLayer):
 
 
 def _packed(new: AttentionInput, store_type: type[EntryStore]) -> EntryStore:
-    """Return a store of all tokens that are not padding."""
     batch, kv_heads, n, _ = new.key.shape
     rows = new.real_indices or [torch.arange(n, device=new.key.device)] * batch
     positions = new.positions.int()[:, None].expand(-1, kv_heads, -1)

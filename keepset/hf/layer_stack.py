@@ -131,7 +131,12 @@ def layers_of(observation: Observation) -> Sequence[Observation]:
 
 
 def unstacked(keep_set: KeepSet, observations: Sequence[Observation]) -> KeepSet:
-    """Return a KeepSet with a part for every layer of the observations that a method was given."""
+    """Return a KeepSet with a part for every layer of the observations that a method was given.
+
+    Args:
+        keep_set: what a method returned.
+        observations: what it was given, of which some may be stacks.
+    """
     if not any(isinstance(observation, LayerStack) for observation in observations):
         return keep_set
     parts: list[LayerKeepSet] = []
@@ -169,6 +174,5 @@ def _kind(observation: Observation) -> tuple[object, ...]:
 
 
 def _joined(parts: Sequence[Shaped[Tensor, "batch heads _ *rest"]], width: int) -> Tensor:
-    """Return layers' numbers of entries as one batch; zero where a layer has fewer entries."""
     padding = [(0, 0) * (part.ndim - 3) + (0, width - part.shape[2]) for part in parts]
     return torch.cat([F.pad(part, pad) if pad[-1] else part for part, pad in zip(parts, padding, strict=True)])

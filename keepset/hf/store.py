@@ -67,9 +67,9 @@ class EntryStore:
             return type(self).pack({**views, **columns}, indices, heads)
         kept = type(self).pack(columns, indices, heads)
         starts = upload(self.columns.starts, indices.device)
-        places = torch.repeat_interleave(starts, heads.device_values.flatten(), output_size=len(indices)) + indices
+        row_indices = torch.repeat_interleave(starts, heads.device_values.flatten(), output_size=len(indices)) + indices
         as_one_head = {name: tensors[name][None, None] for name in STORED if name in tensors}
-        kept.columns.tensors |= pack_entries(as_one_head, places, upload([[len(indices)]], indices.device))
+        kept.columns.tensors |= pack_entries(as_one_head, row_indices, upload([[len(indices)]], indices.device))
         return kept
 
     @classmethod
@@ -126,12 +126,20 @@ class EntryStore:
     def stored(
         cls, keys: Float[Tensor, "*rows head_dim"], values: Float[Tensor, "*rows value_dim"]
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values in the form in which they are stored."""
+        """Return keys and values in the form in which they are stored.
+
+        Args:
+            keys, values: as attention takes them.
+        """
         return keys, values
 
     @classmethod
     def read(cls, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return stored keys and values in the form in which they are read."""
+        """Return stored keys and values in the form in which they are read.
+
+        Args:
+            keys, values: as they are stored.
+        """
         return keys, values
 
     @property
@@ -237,7 +245,6 @@ class EntryStore:
         positions: Int[Tensor, "batch n"],
         real: Sequence[Int[Tensor, " _"]],
     ) -> None:
-        """Add the new tokens that are not padding."""
         format = self._format
         by_head = [indices for indices in real for _ in range(self.kv_heads)]
         new = {"positions": positions.int().repeat_interleave(self.kv_heads, 0)}
@@ -289,7 +296,15 @@ class EntryStore:
                 heads.grown += n
 
     def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, "places *rest"]:
-        """Return a column to write to; if there is none, make one of zeros with this shape per entry."""
+        """Return a column to write to; if there is none, make one of zeros with this shape per entry.
+
+        Args:
+            name: of the column.
+            shape: of one entry's numbers, if the column is new.
+
+        Returns:
+            The column with its free places; writing to it changes the store.
+        """
         tensors = self.columns.tensors
         if name not in tensors:
             positions = tensors["positions"]
@@ -409,10 +424,15 @@ class EntryStore:
     def _rows_at(
         self, columns: HeadColumns, index: Int[Tensor, "batch kv_heads n"]
     ) -> dict[str, Float[Tensor, "batch kv_heads n size"]]:
-        """Return some keys and values of columns, mixed if they are quantised."""
-        places = columns.places(index.flatten(0, 1))
+        """Return some keys and values of columns, mixed if they are quantised.
+
+        Args:
+            columns: those of the entries, or the residual.
+            index: of entries in their heads.
+        """
+        row_indices = columns.places(index.flatten(0, 1))
         rows = {
-            name: columns.tensors[name].index_select(0, places).unflatten(0, index.shape)
+            name: columns.tensors[name].index_select(0, row_indices).unflatten(0, index.shape)
             for name in STORED
             if name in columns.tensors
         }

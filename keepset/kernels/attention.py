@@ -54,7 +54,6 @@ def append_entries(
 def _write(
     store: PackedHeads, keys: Float[Tensor, "heads n _"], values: Float[Tensor, "heads n _"], at: Int[Tensor, "heads n"]
 ) -> None:
-    """Write new entries with mixed rows to a store, and their rounding errors to the residual."""
     columns, lost = [(store.positions, at)], []
     for flat, scale, rows in ((store.keys, store.key_scale, keys), (store.values, store.value_scale, values)):
         if store.format is None or scale is None:

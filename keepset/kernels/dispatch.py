@@ -22,7 +22,12 @@ DEVICE_BLOCK = 2**26
 
 
 def block_size(device: torch.device, on_cpu: int) -> int:
-    """Return how many float32 numbers to compute at a time."""
+    """Return how many float32 numbers to compute at a time.
+
+    Args:
+        device: where they are computed.
+        on_cpu: how many on a CPU; elsewhere it is always `DEVICE_BLOCK`.
+    """
     return on_cpu if device.type == "cpu" else DEVICE_BLOCK
 
 
@@ -52,7 +57,12 @@ def launched_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """Return host values on a device, without a host sync."""
+    """Return host values on a device, without a host sync.
+
+    Args:
+        values: whole numbers, or a tensor on the host.
+        device: where the result goes.
+    """
     tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")  # a copy to the host must be complete
 

@@ -82,7 +82,13 @@ def _times(
     matrix: Float[Tensor, "size size"],
     output: Float[Tensor, "*places size"] | None = None,
 ) -> Float[Tensor, "*places size"]:
-    """Return each row times a matrix, in the row's dtype; sums have the matrix's. On a GPU this is one launch."""
+    """Return each row times a matrix, in the row's dtype; sums have the matrix's. On a GPU this is one launch.
+
+    Args:
+        rows: with any strides.
+        matrix: in the type of the sums.
+        output: where the result goes; None for a new tensor.
+    """
     if uses_triton(rows.device) and matrix.dtype == torch.float32:
         from keepset.kernels.triton import mixing  # loads Triton
 
@@ -159,7 +165,12 @@ class EntryFormat(ABC):
     def dequantize(
         self, rows: Shaped[Tensor, "*places width"], scale: Float[Tensor, "*places"]
     ) -> Float[Tensor, "*places dim"]:
-        """Return mixed rows from their stored form, in the scales' dtype."""
+        """Return mixed rows from their stored form, in the scales' dtype.
+
+        Args:
+            rows: as they are stored.
+            scale: of each row.
+        """
 
     def mix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
         """Return rows, or queries, with their numbers mixed."""
@@ -272,7 +283,12 @@ def format_of(dtype: torch.dtype) -> EntryFormat | None:
 def inputs_of(
     keys: Float[Tensor, "*entries head_dim"], values: Float[Tensor, "*entries value_dim"]
 ) -> Float[Tensor, "*entries inputs"]:
-    """Return the networks' inputs: the key before rotation, the value, and the logarithms of their lengths."""
+    """Return the networks' inputs: the key before rotation, the value, and the logarithms of their lengths.
+
+    Args:
+        keys: before rotation; a caller may also undo the rotation in the result.
+        values: as cached.
+    """
     inputs = torch.empty(
         *keys.shape[:-1], keys.shape[-1] + values.shape[-1] + 2, dtype=torch.float32, device=keys.device
     )

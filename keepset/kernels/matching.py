@@ -100,6 +100,13 @@ def _reference(
     """Return attention's output over all entries, and the shares of kept entries and of a sink.
 
     It is computed in blocks of queries. With a `format`, the shares are those of the rounded kept keys.
+
+    Args:
+        heads: what is fitted.
+        kept: indices of the kept entries.
+        exists: which of them are no padding.
+        softmax: of these heads.
+        format: the format in which keys will be stored; None if they do not change.
     """
     # Places without an entry may hold NaN.
     hidden = heads.added.isneginf()[..., None]
@@ -141,6 +148,12 @@ def _weights(
 
     The ridge pulls towards the single weight that is best for all entries. Without it an entry with little attention
     from the reference queries could get a large weight, which would be wrong for other queries.
+
+    Args:
+        shares: attention of each reference query to the kept entries.
+        sunk: the sink's; None if there is none.
+        ridge: how strongly weights are pulled together.
+        count: how many entries each head keeps.
     """
     target = (shares if sunk is None else shares * (1.0 - sunk[..., None])).sum(1)
     penalty = _penalty(shares, ridge, count)
@@ -156,7 +169,14 @@ def _weights(
 def _ridge(
     paid: Float[Tensor, "heads m k"], residual: Float[Tensor, "heads m value_dim"], ridge: float, count: Tensor
 ) -> Float[Tensor, "heads k value_dim"]:
-    """Return the numbers to add to the values; the system is solved by entry or by query, whichever is smaller."""
+    """Return the numbers to add to the values; the system is solved by entry or by query, whichever is smaller.
+
+    Args:
+        paid: attention of each reference query to the kept entries.
+        residual: what is missing from the output.
+        ridge: how strongly the numbers are pulled to zero.
+        count: how many entries each head keeps.
+    """
     transposed, penalty = paid.transpose(1, 2), _penalty(paid, ridge, count)
     by_query = paid.shape[1] < paid.shape[2]
     normal = paid @ transposed if by_query else transposed @ paid
@@ -171,25 +191,28 @@ def _ridge(
 
 
 def _penalty(rows: Float[Tensor, "heads m k"], ridge: float, count: Int[Tensor, " heads"]) -> Float[Tensor, "heads 1"]:
-    """Return the number to add to the diagonal of the rows' normal equations: `ridge` times its mean."""
+    """Return the number to add to the diagonal of the rows' normal equations: `ridge` times its mean.
+
+    Args:
+        rows: of the least squares.
+        ridge: how strong the penalty is.
+        count: how many entries each head keeps.
+    """
     return (ridge * _square(rows) / count.clamp(min=1) + torch.finfo(rows.dtype).tiny)[:, None]
 
 
 def _normalised(
     shares: Float[Tensor, "heads m k"], sunk: Float[Tensor, "heads m"] | None
 ) -> Float[Tensor, "heads m k"]:
-    """Return the shares divided by their sum, a sink's share included."""
     whole = shares.sum(-1, keepdim=True) if sunk is None else shares.sum(-1, keepdim=True) + sunk[..., None]
     return shares / whole.clamp(min=torch.finfo(shares.dtype).tiny)
 
 
 def _square(numbers: Float[Tensor, "heads *rest"]) -> Float[Tensor, " heads"]:
-    """Return the sum of squares of each head."""
     return numbers.square().flatten(1).sum(-1)
 
 
 def _gathered(
     rows: Float[Tensor, "heads entries dim"], indices: Int[Tensor, "heads k"]
 ) -> Float[Tensor, "heads k dim"]:
-    """Return the rows at these places."""
     return rows.gather(1, indices[..., None].expand(-1, -1, rows.shape[-1]))

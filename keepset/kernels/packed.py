@@ -158,7 +158,12 @@ class PackedHeads:
         return pieces
 
     def rows(self, run: HeadRun, name: Literal["keys", "values"]) -> Float[Tensor, "heads entries size"]:
-        """Return a run's keys or values for attention: a view, or a dequantised, mixed copy if they are quantised."""
+        """Return a run's keys or values for attention: a view, or a dequantised, mixed copy if they are quantised.
+
+        Args:
+            run: one of `runs`, or a part of one.
+            name: which of the two.
+        """
         stored, scale = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
         if self.format is None or scale is None:
             return run.view(stored)
@@ -345,7 +350,12 @@ class HeadColumns:
         self.runs, self.free = runs_of(counts), 0
 
     def grow(self, n: int, room: int) -> None:
-        """Move the heads to where `n` tokens have free places; `room` is as for `EntryStore.append`."""
+        """Move the heads to where new tokens have free places.
+
+        Args:
+            n: tokens of each head.
+            room: free places per head to allocate, within limits; 0 if unknown.
+        """
         most = max(SLACK, self.longest // _SHARE)
         slack = max(n, min(room, most) if room else most)
         runs, start = [], 0
@@ -372,7 +382,11 @@ class HeadColumns:
                 run.view(self.tensors[name], run.count, removed[0]).zero_()
 
     def rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
-        """Make new columns without free places, of these heads with so many entries each, in this order."""
+        """Make new columns without free places, of these heads with so many entries each, in this order.
+
+        Args:
+            heads: each head to take, which may repeat or be missing, and how many of its first entries.
+        """
         starts = self.starts
         for name, flat in self.tensors.items():
             self.tensors[name] = torch.cat([flat[starts[head] : starts[head] + count] for head, count in heads])
@@ -425,6 +439,12 @@ def _pick(
 
     Every memory order is read in place, because flattening would copy entries that are about to be dropped.
     `flat_indices` returns `rows * capacity + indices` for a given capacity.
+
+    Args:
+        column: with any strides.
+        rows: the head of each entry, counted over the batch.
+        indices: of the entries in their heads.
+        flat_indices: returns `rows * capacity + indices` for a given capacity.
     """
     batch, heads, entries = column.shape[:3]
     of_request, of_head, of_entry = column.stride()[:3]

@@ -16,7 +16,11 @@ from keepset.kernels.page_layout import Addresses, LayerPages
 def read_keys(
     caches: Sequence[LayerPages], first_layer: int, subpages: Int[Tensor, "*rows pages"]
 ) -> Shaped[Tensor, "*rows entries row"]:
-    """Return the stored keys of whole sub-pages; see `read_pages`."""
+    """Return the stored keys of whole sub-pages; see `read_pages`.
+
+    Args:
+        caches, first_layer, subpages: as in `read_pages`.
+    """
     return read_pages([cache[..., : cache.shape[3] // 2] for cache in caches], first_layer, subpages)
 
 
@@ -49,7 +53,6 @@ def read_pages(
 
 
 def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
-    """Return whole sub-pages of one layer."""
     if cache.stride(0) == cache.shape[1] * cache.stride(1):
         return cache.flatten(0, 1).index_select(0, subpages)  # twice as fast as by two indices
     return cache[subpages // cache.shape[1], subpages % cache.shape[1]]
@@ -58,7 +61,12 @@ def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n 
 def take_entries(
     caches: Sequence[LayerPages], slots: Int[Tensor, " n"]
 ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
-    """Return key and value of the entry at each slot."""
+    """Return key and value of the entry at each slot.
+
+    Args:
+        caches: caches of layers of one shape.
+        slots: as in `write_entries`.
+    """
     first = caches[0]
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
@@ -127,7 +135,12 @@ def locations_of(
 
 
 def joined(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tensor:
-    """Return the parts of several layers as one tensor."""
+    """Return the parts of several layers as one tensor.
+
+    Args:
+        parts: each with the indices of its items in the result.
+        number: items of the result.
+    """
     if len(parts) == 1:
         return parts[0][1]
     whole = parts[0][1].new_empty(number, *parts[0][1].shape[1:])

@@ -95,13 +95,22 @@ class PageFormat:
         return rows
 
     def join(self, numbers: Int8[Tensor, "n head_dim"], scale: Float[Tensor, " n"]) -> Shaped[Tensor, "n row"]:
-        """Return rows of the given integers and scales, unchanged, as bytes."""
+        """Return rows of the given integers and scales, unchanged, as bytes.
+
+        Args:
+            numbers: as they are stored.
+            scale: of each row.
+        """
         return torch.cat([numbers.view(torch.uint8), scale.float()[:, None].view(torch.uint8)], -1)
 
     def encode_entries(
         self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
     ) -> tuple[Shaped[Tensor, "*n row"], Shaped[Tensor, "*n row"]]:
-        """Return the rows of keys and values of a layer, as bytes."""
+        """Return the rows of keys and values of a layer, as bytes.
+
+        Args:
+            keys, values: not quantised.
+        """
         shape, keys, values = keys.shape[:-1], keys.reshape(-1, self.head_dim), values.reshape(-1, self.head_dim)
         rows = self.encode(keys, self.key_scale), self.encode(values, self.value_scale)
         return rows[0].view(*shape, -1), rows[1].view(*shape, -1)
@@ -109,7 +118,11 @@ class PageFormat:
     def decode_entries(
         self, keys: Shaped[Tensor, "*places row"], values: Shaped[Tensor, "*places row"]
     ) -> tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places head_dim"]]:
-        """Return the keys and values that rows of a layer stand for."""
+        """Return the keys and values that rows of a layer stand for.
+
+        Args:
+            keys, values: stored rows.
+        """
         return self.decode(keys, self.key_scale), self.decode(values, self.value_scale)
 
     def decode(
@@ -173,7 +186,12 @@ def decode_layers(
 
 
 def layer_scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:
-    """Return the scale of each layer's keys or values; None if layers have none."""
+    """Return the scale of each layer's keys or values; None if layers have none.
+
+    Args:
+        formats: of each layer.
+        values: whether the scales are those of values, not of keys.
+    """
     scales = [format.value_scale if values else format.key_scale for format in formats]
     present = [scale for scale in scales if scale is not None]
     return torch.stack(present) if present else None

@@ -59,7 +59,13 @@ class FiledLayouts(NamedTuple):
 
     @classmethod
     def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
-        """Return a table of zeros, without any request."""
+        """Return a table of zeros, without any request.
+
+        Args:
+            pages: blocks of the cache.
+            layers, kv_heads: of the layouts.
+            device: where the table is.
+        """
         shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
         *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
         return cls(PageLayout(*layout), tokens)
@@ -168,7 +174,12 @@ class Addresses(NamedTuple):
 
 
 def entries(layout: PageLayout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
-    """Return the entries of every head when its request has `lengths` tokens: `counts + lengths - length`."""
+    """Return the entries of every head when its request has `lengths` tokens: `counts + lengths - length`.
+
+    Args:
+        layout: the newest event of each request.
+        lengths: tokens of each request, at least as many as at the event.
+    """
     return layout.counts + (lengths[:, None] - layout.length)[..., None]
 
 
@@ -212,7 +223,13 @@ def tables(
 
 
 def to_group_pages(tables: Int[Tensor, "layers *rest"], group: PageGroup, kv_heads: int) -> Int[Tensor, "layers *rest"]:
-    """Return sub-pages of each layer of the group, numbered from the group's first layer on."""
+    """Return sub-pages of each layer of the group, numbered from the group's first layer on.
+
+    Args:
+        tables: sub-pages of each layer, numbered from that layer on.
+        group: the layers.
+        kv_heads: KV heads of a layer.
+    """
     layer_indices = torch.arange(group.places.start, group.places.stop, device=tables.device)
     before = (layer_indices * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
     return (tables.long() + before) % (group.layers * group.blocks * kv_heads)
@@ -249,6 +266,11 @@ def blocks_needed(
     Only the moment when the request's newest block is full, `tail` tokens from now, matters. Until then no block is
     added and pages are only taken. After it, every `block_size` tokens add one block, which has one sub-page for each
     head, and take one page for each head.
+
+    Args:
+        counts: entries of each head.
+        length: tokens of the request.
+        block_size: entries of a page.
     """
     kv_heads = counts.shape[-1]
     tail = -length % block_size
@@ -260,13 +282,23 @@ def own_block(counts: Int[Tensor, "*rows kv_heads"], length: int, block_size: in
 
     It is the last block, or the block before if some head's last page fills up earlier: the block with that head's next
     page must exist by then.
+
+    Args:
+        counts: entries of each head.
+        length: tokens of the request.
+        block_size: entries of a page.
     """
     last, filled = (length - 1) // block_size, (length - 1) % block_size + 1
     return last - int(bool(((counts - 1) % block_size >= filled).any()))
 
 
 def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows kv_heads"]:
-    """Return how many pages of each head can be shared: all but the last, to which the head's next entries go."""
+    """Return how many pages of each head can be shared: all but the last, to which the head's next entries go.
+
+    Args:
+        counts: entries of each head.
+        block_size: entries of a page.
+    """
     return (_ceil_div(counts, block_size) - 1).clamp(min=0)
 
 
@@ -277,6 +309,11 @@ def _numbers(
 
     Pages that were packed at the event are consecutive; later pages are `kv_heads` apart. Numbers count from block
     `first`. Shared pages count from the layer's first shared page.
+
+    Args:
+        layout: the newest event of each request.
+        page: which of a head's pages.
+        block_size: entries of a page.
     """
     counts, shared = layout.counts, layout.shared[..., None] > 0
     kv_heads = counts.shape[-1]
@@ -293,5 +330,4 @@ def _numbers(
 
 
 def _ceil_div(numerator: Int[Tensor, "*shape"], denominator: int) -> Int[Tensor, "*shape"]:
-    """Return the quotient, rounded up."""
     return (numerator + denominator - 1) // denominator

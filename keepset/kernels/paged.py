@@ -221,7 +221,14 @@ def attend_pages(
     output: Float[Tensor, "tokens query_heads value_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
-    """Compute `paged_attention` in PyTorch, request by request; `read` reads the pages."""
+    """Compute `paged_attention` in PyTorch, request by request.
+
+    Args:
+        queries, tokens, layout, softmax, output, bias: as in `paged_attention`.
+        read: returns keys and values of whole sub-pages, numbered from the group's first layer on.
+        block_size: entries of a page.
+        group: the layer that attends, among those that share the block table.
+    """
     kv_heads, members = layout.counts.shape[-1], defaultdict[int, list[tuple[int, int]]](list)
     for token_index, row, length in _listed(tokens):
         if length:
@@ -261,7 +268,13 @@ def attend_pages(
 
 
 def _newest(tokens: PagedTokens, layout: PageLayout, block_size: int) -> Iterator[tuple[int, Int[Tensor, " kv_heads"]]]:
-    """Yield for each written token its index in the step, and the slots of its entries."""
+    """Yield for each written token its index in the step, and the slots of its entries.
+
+    Args:
+        tokens: new tokens of a step.
+        layout: of the layer.
+        block_size: entries of a page.
+    """
     for index, (token_index, row, length) in enumerate(_listed(tokens)):
         if not length or (tokens.slots is not None and tokens.slots[index] < 0):
             continue
@@ -282,7 +295,16 @@ def _listed(tokens: PagedTokens) -> Iterator[tuple[int, int, int]]:
 def _pages(
     tokens: PagedTokens, layout: PageLayout, row: int, length: int, block_size: int, group: PageGroup | None = None
 ) -> tuple[Int[Tensor, "kv_heads pages"], Int[Tensor, " kv_heads"]]:
-    """Return the sub-pages of a row's heads at a length, and how many entries each head has."""
+    """Return the sub-pages of a row's heads at a length, and how many entries each head has.
+
+    Args:
+        tokens: new tokens of a step.
+        layout: of the layer.
+        row: of the block table.
+        length: tokens of the row's request.
+        block_size: entries of a page.
+        group: as in `page_layout.tables`.
+    """
     row_layout = PageLayout(*(part[row : row + 1] for part in layout))
     entries = page_layout.entries(row_layout, row_layout.length.new_tensor([length]))
     most = -(-int(entries.max()) // block_size)

@@ -122,7 +122,12 @@ def outputs_of(
     output: Float[Tensor, "*#rows 2 width"],
     output_bias: Float[Tensor, "*#rows 2"],
 ) -> Float[Tensor, "*rows entries 2"]:
-    """Return each entry's log score and slope; see `Networks`."""
+    """Return each entry's log score and slope; see `Networks`.
+
+    Args:
+        inputs: what `inputs_of` has returned, keys before rotation.
+        linear, hidden, hidden_bias, output, output_bias: as in `Networks`.
+    """
     # One product for both parts reads the inputs only once.
     weights, biases = torch.cat([hidden, linear], -2), torch.cat([hidden_bias, output_bias], -1)
     sums = (inputs @ weights.transpose(-1, -2)).add_(biases[..., None, :])
@@ -133,7 +138,12 @@ def outputs_of(
 def cos_and_sin(
     positions: Int[Tensor, "#layers *rows entries"], turns: Int[Tensor, "#layers numbers"]
 ) -> tuple[Float[Tensor, "#layers *rows entries numbers"], Float[Tensor, "#layers *rows entries numbers"]]:
-    """Return cosines and sines of a layer's rotation at positions; `turns` are as in `Networks`."""
+    """Return cosines and sines of a layer's rotation at positions.
+
+    Args:
+        positions: of the entries.
+        turns: as in `Networks`.
+    """
     steps = turns.view(len(turns), *[1] * (positions.ndim - 1), -1)
     angles = (positions[..., None] * steps).float().mul_(2 * torch.pi / TURN)
     return angles.cos(), angles.sin_()
@@ -158,7 +168,11 @@ def new_entries(
 def _in_blocks(
     keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, earlier_codes: Tensor | None
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
-    """Compute `entry_codes` in PyTorch, in blocks."""
+    """Compute `entry_codes` in PyTorch, in blocks.
+
+    Args:
+        keys, values, positions, new, networks, earlier_codes: as in `entry_codes`.
+    """
     (rows, heads), layers = new.shape[:2], len(networks.hidden)
     codes = (
         torch.zeros(new.shape, dtype=torch.float32, device=new.device)
@@ -184,7 +198,6 @@ def _in_blocks(
 
 
 def _slices(length: int, size: int) -> list[slice]:
-    """Return slices of `size` that cover the length."""
     return [slice(first, first + size) for first in range(0, length, size)]
 
 
@@ -194,6 +207,10 @@ def _rotations(
     """Return which numbers of a key rotate together, and the cosines and sines of their angles.
 
     On a CPU, layers and heads with the same positions share them, which is the usual case.
+
+    Args:
+        positions: of the entries.
+        networks: of these layers.
     """
     layers, on_cpu = len(positions), positions.device.type == "cpu"
     if on_cpu and bool((positions == positions[:1, :1]).all()):
@@ -216,7 +233,6 @@ def _of_block(
     rotations: list[tuple[slice, slice, Tensor, Tensor]],
     networks: Networks,
 ) -> Float[Tensor, "layers heads rows entries"]:
-    """Return the codes of entries."""
     inputs = inputs_of(keys / networks.gain[:, None, None, None], values)  # a rotation does not change lengths
     for first, second, cos, sin in rotations:
         x, y = inputs[..., first], inputs[..., second]

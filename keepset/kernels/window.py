@@ -135,6 +135,11 @@ def first_unseen(
     """Return the first entry that the oldest query does not see; all queries see the entries before it.
 
     On a GPU it is always 0, because finding it would need a host sync.
+
+    Args:
+        positions: of the entries.
+        last_visible: the last position that each query sees, in rising order.
+        valid: which entries exist; None: all.
     """
     if positions.device.type != "cpu":
         return 0
@@ -217,7 +222,12 @@ def add_received_in_pages(
 
 
 def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[tuple[range, RecordedQueries]]:
-    """Yield layers with their queries; if keys are mixed, copies of mixed queries, for some layers at a time."""
+    """Yield layers with their queries; if keys are mixed, copies of mixed queries, for some layers at a time.
+
+    Args:
+        queries: of some layers.
+        formats: of these layers' caches; empty if they are not quantised.
+    """
     layers = range(len(queries.rings))
     if not formats or (mixing := formats[0].mixing) is None:
         yield layers, queries
@@ -239,7 +249,14 @@ def add_received_by(
     entries: EntriesInPages,
     received: ColumnTarget,
 ) -> None:
-    """Compute `add_received_in_pages` in PyTorch; keys are read layer by layer."""
+    """Compute `add_received_in_pages` in PyTorch, layer by layer.
+
+    Args:
+        readers: for each layer a function that reads keys.
+        size: entries of a page.
+        group: the layers.
+        queries, entries, received: as in `add_received_in_pages`.
+    """
     most = _most_pages(page_layout.entries(entries.layout, entries.lengths), size) * size
     of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
     at_once = max(1, block_size(entries.lengths.device, CACHE_BLOCK) // of_layer)
@@ -276,7 +293,14 @@ class _Heads(NamedTuple):
 
     @classmethod
     def of(cls, entries: EntriesInPages, group: PageGroup, size: int, received: ColumnTarget) -> _Heads:
-        """Return the places of the entries in the group's layers; `entries` holds these layers only."""
+        """Return the places of the entries in the group's layers; `entries` holds these layers only.
+
+        Args:
+            entries: of the group's layers alone.
+            group: the layers.
+            size: entries of a page.
+            received: the column.
+        """
         counts = page_layout.entries(entries.layout, entries.lengths)
         most = _most_pages(counts, size)
         tables = page_layout.tables(entries.layout, counts, entries.block_table, size, most, group).long()
@@ -301,7 +325,6 @@ class _Heads(NamedTuple):
 
 
 def _most_pages(counts: Int[Tensor, "rows layers kv_heads"], size: int) -> int:
-    """Return how many pages the head with most entries has."""
     return -(-int(counts.max()) // size)
 
 
@@ -312,7 +335,15 @@ def _add_received_of_layers(
     heads: _Heads,
     received: ColumnTarget,
 ) -> None:
-    """Add the attention that entries of some layers receive."""
+    """Add the attention that entries of some layers receive.
+
+    Args:
+        layer_range: indices of the layers.
+        readers: for each layer a function that reads keys.
+        queries: of these layers.
+        heads: where the entries are.
+        received: the column, and how to sum.
+    """
     layers, number = heads.slots.shape[:2]
     rows = len(queries) // layers
     kv_heads, column, of_layer = number // rows, received.column.flatten(0, 1), received.column.shape[1]
@@ -355,5 +386,10 @@ def _add_received_of_layers(
 def _numbers(
     numbers: Float[Tensor, "entries *group"], has_number: Bool[Tensor, " entries"]
 ) -> Float[Tensor, "entries *group"]:
-    """Return the numbers of entries, zero for those that have none yet."""
+    """Return the numbers of entries, zero for those that have none yet.
+
+    Args:
+        numbers: of a column.
+        has_number: which of them were written.
+    """
     return numbers.where(has_number.view(-1, *[1] * (numbers.dim() - 1)), 0)

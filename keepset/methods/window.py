@@ -192,7 +192,12 @@ class RKV(Method):
         return means.masked_fill(~history, float("-inf")).softmax(-1).masked_fill(~history, 0.0)
 
     def _charged(self, keys: Float[Tensor, "batch heads entries head_dim"], history: Mask) -> Scores:
-        """Return the sum of the cosines that count for each key, for some heads."""
+        """Return the sum of the cosines that count for each key, for some heads.
+
+        Args:
+            keys: of some heads.
+            history: which entries are compared.
+        """
         directions = F.normalize(keys.float(), dim=-1).masked_fill(~history[..., None], 0.0)
         remaining = directions.sum(2, keepdim=True) - directions
         charged = (directions * remaining).sum(-1)

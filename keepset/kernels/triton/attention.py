@@ -24,6 +24,9 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
     A head's entries are cut into parts of one length for all heads, so a long head gets more programs and delays no
     other. A second, small launch merges the parts' outputs by their log-sum-exps. Logits, sums and partial outputs are
     float32. The output of a query that sees nothing is zero. There is no host sync.
+
+    Args:
+        queries, stores, softmax, query_positions: as there.
     """
     launch, kind, n = Launch(queries, stores, softmax, query_positions), stores[0], queries.shape[2]
     _attend_part[launch.grid](
@@ -108,7 +111,14 @@ def _part(device: torch.device, entries: int) -> int:
 
 @triton.jit
 def query_rows(heads, kv_heads, n, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return a program's head and request, its rows, and the query head and token of each; tokens are innermost."""
+    """Return a program's head and request, its rows, and the query head and token of each; tokens are innermost.
+
+    Args:
+        heads, kv_heads: of all requests, and of one.
+        n: tokens of each request.
+        GROUP: query heads of a KV head.
+        ROWS: rows of a program.
+    """
     head, block = tl.program_id(0) % heads, tl.program_id(0) // heads
     request, kv_head = head // kv_heads, head % kv_heads
     row = block * ROWS + tl.arange(0, ROWS)
@@ -120,7 +130,18 @@ def sight(
     query_positions, index, exists, positions_kind, bias_kind, table, head, heads, length,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Return the last position that each row sees, pointers to positions and biases, and the entries with biases."""
+    """Return the last position that each row sees, pointers to positions and biases, and the entries with biases.
+
+    Args:
+        query_positions: position of each token.
+        index: of each row's token.
+        exists: which rows exist.
+        positions_kind, bias_kind: tensors of the right types.
+        table: addresses of the heads, as in `HeadTable`.
+        head, heads: the head, and how many there are.
+        length: the head's entries.
+        CAUSAL, BIASED: whether tokens see only entries before them, and whether any head has biases.
+    """
     last_visible, positions, bias, biased = 0, 0, 0, 0
     if CAUSAL:
         last_visible = tl.load(query_positions + index, mask=exists, other=-1)
@@ -136,7 +157,16 @@ def masked(
     logits, entry, stored, last_visible, positions, bias, biased, cap,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return capped logits of a block of entries with biases, minus infinity for unseen entries; see `sight`."""
+    """Return capped logits of a block of entries with biases, minus infinity for unseen entries; see `sight`.
+
+    Args:
+        logits: `[rows, entries]`.
+        entry: index of each entry in its head.
+        stored: which entries exist.
+        last_visible, positions, bias, biased: what `sight` has returned.
+        cap: bound of the logits, if `CAPPED`.
+        CAUSAL, BIASED, CAPPED: what is to be done.
+    """
     if CAPPED:
         logits = capped(logits, cap)
     if BIASED:
@@ -254,7 +284,14 @@ _MOVED = 32
 
 
 def pack(columns, packed, indices, starts, counts, most) -> None:
-    """Copy every head's chosen entries to the places of their indices."""
+    """Copy every head's chosen entries to the places of their indices.
+
+    Args:
+        columns, indices: as in `keepset.kernels.packed.pack_entries`.
+        packed: the results, in the order of the columns; written to.
+        starts, counts: the first index of each head, and how many it has.
+        most: the most that a head has, or more.
+    """
     widths = tuple(column.shape[3] if column.ndim == 4 else 1 for column in columns)
     # The strides of every column, for each of the four axes.
     strides = [tuple(column.stride(axis) if axis < column.ndim else 1 for column in columns) for axis in range(4)]
@@ -265,7 +302,11 @@ def pack(columns, packed, indices, starts, counts, most) -> None:
 
 
 def append(stores, keys, values, positions) -> None:
-    """Append all new entries to their heads."""
+    """Append all new entries to their heads.
+
+    Args:
+        stores, keys, values, positions: as in `keepset.kernels.attention.append_entries`.
+    """
     batch, kv_heads, n, width = keys.shape
     value_width, table, kind = values.shape[3], HeadTable(stores), stores[0]
     _append[(batch * kv_heads, triton.cdiv(n, _MOVED))](

@@ -18,6 +18,10 @@ def attention_columns(queries, keys, lse, softmax, names, causal) -> dict[str, F
 
     A program owns a block of entries and streams all queries past it. Sums have a fixed order and no atomic additions,
     so results are reproducible.
+
+    Args:
+        queries, keys, softmax, names, causal: as there.
+        lse: log-sum-exp of each query's logits.
     """
     query_heads, n, head_dim = queries.shape
     kv_heads, entries, _ = keys.shape
@@ -38,7 +42,11 @@ def attention_columns(queries, keys, lse, softmax, names, causal) -> dict[str, F
 
 
 def log_sum_exp(queries, keys, softmax, causal) -> Float[Tensor, "query_heads n"]:
-    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch, or in two if queries are few."""
+    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch, or in two if queries are few.
+
+    Args:
+        queries, keys, softmax, causal: as there.
+    """
     query_heads, n, head_dim = queries.shape
     entries = keys.shape[1]
     head_block = max(16, triton.next_power_of_2(head_dim))

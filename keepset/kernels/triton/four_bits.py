@@ -39,7 +39,12 @@ def _residuals(stores: Sequence[PackedHeads]) -> tuple[Int[Tensor, "7 heads"], i
 
 
 def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor, "batch n query_heads value_dim"]:
-    """Compute `keepset.kernels.attention.ragged_attention` of mixed queries; the output is also mixed."""
+    """Compute `keepset.kernels.attention.ragged_attention` of mixed queries; the output is also mixed.
+
+    Args:
+        queries: mixed.
+        stores, softmax, query_positions: as there.
+    """
     launch, kind = Launch(queries, stores, softmax, query_positions), stores[0]
     residuals, residuals_grown = _residuals(stores)
     _attend_four_bits[launch.grid](
@@ -54,7 +59,12 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
 
 
 def append(stores, keys, values, positions) -> None:
-    """Append mixed new entries to their heads, and write their rounding errors to the residuals."""
+    """Append mixed new entries to their heads, and write their rounding errors to the residuals.
+
+    Args:
+        stores, positions: as in `keepset.kernels.attention.append_entries`.
+        keys, values: mixed.
+    """
     table, (residuals, residuals_grown), kind = HeadTable(stores), _residuals(stores), stores[0]
     batch, kv_heads, n, size = keys.shape
     value_size = values.shape[3]
@@ -70,14 +80,30 @@ def append(stores, keys, values, positions) -> None:
 
 @triton.jit
 def _halves(codes, levels, dtype: tl.constexpr):
-    """Return the levels of the lower and of the upper halves of bytes."""
+    """Return the levels of the lower and of the upper halves of bytes.
+
+    Args:
+        codes: bytes with two codes each.
+        levels: the number of each code.
+        dtype: of the result.
+    """
     low, high = tl.load(levels + (codes & 15).to(tl.int32)), tl.load(levels + (codes >> 4).to(tl.int32))
     return low.to(dtype), high.to(dtype)
 
 
 @triton.jit
 def _products(even, odd, rows, scales, entry_row, dims, stored, levels, HALF: tl.constexpr):
-    """Return the products of queries with the keys at some places, `[queries, places]`."""
+    """Return the products of queries with the keys at some places, `[queries, places]`.
+
+    Args:
+        even, odd: numbers of the queries, `[queries, dims]`.
+        rows, scales: pointers to the head's keys and their scales.
+        entry_row: index of each entry.
+        dims: which bytes of a key.
+        stored: which entries exist.
+        levels: the number of each code.
+        HALF: bytes of a key.
+    """
     mask = stored[None, :] & (dims < HALF)[:, None]
     codes = tl.load(rows + entry_row[None, :] * HALF + dims[:, None], mask=mask, other=0)
     low, high = _halves(codes, levels, even.dtype)
@@ -87,7 +113,14 @@ def _products(even, odd, rows, scales, entry_row, dims, stored, levels, HALF: tl
 
 @triton.jit
 def _weighted(weights, rows, scales, entry_row, dims, stored, levels, dtype: tl.constexpr, HALF: tl.constexpr):
-    """Return the weighted sums of the values at some places: their even and their odd numbers."""
+    """Return the weighted sums of the values at some places: their even and their odd numbers.
+
+    Args:
+        weights: `[queries, entries]`.
+        rows, scales: pointers to the head's values and their scales.
+        entry_row, dims, stored, levels, HALF: as in `_products`.
+        dtype: of the products.
+    """
     mask = stored[:, None] & (dims < HALF)[None, :]
     codes = tl.load(rows + entry_row[:, None] * HALF + dims[None, :], mask=mask, other=0)
     low, high = _halves(codes, levels, dtype)
@@ -169,7 +202,15 @@ def _attend_four_bits(
 
 @triton.jit
 def _coded(even, odd, dims, levels, borders, scale_kind, HALF: tl.constexpr):
-    """Return rows as `FourBits.quantize` stores them, their scales, and the rounding errors of both halves."""
+    """Return rows as `FourBits.quantize` stores them, their scales, and the rounding errors of both halves.
+
+    Args:
+        even, odd: numbers of rows in float32, zero beyond `HALF`.
+        dims: which bytes of a row.
+        levels, borders: the number of each code, and those between them.
+        scale_kind: a pointer of the scales' type.
+        HALF: bytes of a row.
+    """
     spread = tl.sqrt((tl.sum(even * even, 1) + tl.sum(odd * odd, 1)) / (2 * HALF))
     spoilt = (spread - spread) != 0.0
     step = tl.where(spoilt, 1.0, tl.maximum(spread, 1.1754944e-38))[:, None]

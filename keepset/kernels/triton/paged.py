@@ -27,6 +27,11 @@ def attend(queries, cache, addresses, layer, tokens, layout, softmax, output, bi
 
     The number of a head's parts depends on the number of tokens and `tokens.longest`; their length on the head's
     entries, which only the device knows.
+
+    Args:
+        queries, layer, tokens, layout, softmax, output, bias, format, value_dim: as there.
+        cache: of the layer that attends.
+        addresses: of the group's caches.
     """
     n, (_, query_heads, head_dim) = len(tokens.lengths), queries.shape
     _, heads, size, entry = cache.shape
@@ -66,7 +71,11 @@ def attend(queries, cache, addresses, layer, tokens, layout, softmax, output, bi
 
 
 def append(keys, values, cache, tokens, layout, format) -> None:
-    """Compute `keepset.kernels.paged.append_to_pages`."""
+    """Compute `keepset.kernels.paged.append_to_pages`.
+
+    Args:
+        keys, values, cache, tokens, layout, format: as there, with rows mixed if the format mixes them.
+    """
     n, (_, heads, head_dim), size = len(tokens.lengths), keys.shape, cache.shape[2]
     if not n:
         return
@@ -80,7 +89,11 @@ def append(keys, values, cache, tokens, layout, format) -> None:
 
 
 def follow(filed, block_table, before, after, required, lost, block_size, layout, drafts) -> Int[Tensor, " rows"]:
-    """Compute `keepset.kernels.paged.follow_layouts`."""
+    """Compute `keepset.kernels.paged.follow_layouts`.
+
+    Args:
+        filed, block_table, before, after, required, lost, block_size, layout, drafts: as there.
+    """
     rows, (_, layers, heads) = len(before), filed.layout.counts.shape
     pages = torch.empty(rows, dtype=torch.int64, device=block_table.device)
     _follow[(rows,)](
@@ -94,6 +107,12 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
     """Return the parts of every head: enough to keep the device busy, each long enough to be worth a program.
 
     A step of many tokens gets fewer parts, because the engine does not account for the memory of partial outputs.
+
+    Args:
+        device: where it runs.
+        programs: how many there are without parts.
+        longest: an upper bound of a head's entries.
+        numbers: of the step's output.
     """
     least, most = _SPLITS
     even = triton.cdiv(dispatch.processors(device) * PROGRAMS_PER_PROCESSOR, programs)
@@ -107,12 +126,10 @@ def _scales(format: PageFormat | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _places(tokens: PagedTokens, layout: PageLayout) -> tuple[Tensor | None, ...]:
-    """Return tables and layouts in the order of the kernels' arguments."""
     return tokens.block_table, *layout, tokens.places, tokens.rows, tokens.lengths
 
 
 def _rows(tokens: PagedTokens, layout: PageLayout) -> tuple[int, ...]:
-    """Return the row strides of tables and layouts."""
     return tokens.block_table.stride(0), *(part.stride(0) for part in layout)
 
 
@@ -121,6 +138,12 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
     """Return for each head its entries and pages at the event, and its first page numbers: at the event and after it.
 
     This is `keepset.kernels.page_layout._numbers` for one request.
+
+    Args:
+        counts: pointer to the entries of each head at the event.
+        shared: whether pages are shared.
+        HEADS, HEADS_BLOCK: KV heads, and the next power of two.
+        SIZE: entries of a page.
     """
     head = tl.arange(0, HEADS_BLOCK)
     count = tl.load(counts + head, mask=head < HEADS, other=0).to(tl.int32)
@@ -140,7 +163,6 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
 
 @triton.jit
 def _dealt_to(counts, shared, head, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Return the results of `_dealt` for one head."""
     count, kept, start, later = _dealt(counts, shared, HEADS, HEADS_BLOCK, SIZE)
     is_head = tl.arange(0, HEADS_BLOCK) == head
     count, kept = tl.sum(tl.where(is_head, count, 0), 0), tl.sum(tl.where(is_head, kept, 0), 0)
@@ -149,7 +171,6 @@ def _dealt_to(counts, shared, head, HEADS: tl.constexpr, HEADS_BLOCK: tl.constex
 
 @triton.jit
 def _number(page, kept, start, later, HEADS: tl.constexpr):
-    """Return the number of a head's page among its request's sub-pages."""
     return tl.where(page < kept, start + page, later + page * HEADS)
 
 
@@ -159,7 +180,21 @@ def _find(
     cache_block, cache_head, cache_entry, slot_layer,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to a head's entries, and their slots."""
+    """Return pointers to a head's entries, and their slots.
+
+    Args:
+        entry: index of each entry in its head.
+        stored: which entries exist.
+        kind, addresses: a cache of the right type, and where each layer's begins.
+        table: pointer to the request's blocks.
+        kept, start, later: what `_dealt_to` has returned.
+        first_block, shared: of the layout.
+        layer, layers: the layer, and how many share the block table.
+        cache_block, cache_head, cache_entry: strides of a cache.
+        slot_layer: slots of a layer.
+        HEADS, SIZE: KV heads, and entries of a page.
+        ALIGNED, EIGHT: what divides addresses and strides.
+    """
     page = entry // SIZE
     number = _number(page, kept, start, later, HEADS)
     index, holder = first_block + number // HEADS, page * 0 + layer
@@ -306,7 +341,15 @@ def _newest(
     length, table, counts, event_length, first, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return for each head whether a token's entry is written to it, and the entry's block, head and offset."""
+    """Return for each head whether a token's entry is written to it, and the entry's block, head and offset.
+
+    Args:
+        length: tokens of the request, with the new one; 0 to write nothing.
+        table: pointer to the request's blocks.
+        counts, event_length, first, shared: pointers to its layout.
+        HEADS, HEADS_BLOCK: KV heads, and the next power of two.
+        SIZE: entries of a page.
+    """
     count, kept, start, later = _dealt(counts, tl.load(shared) > 0, HEADS, HEADS_BLOCK, SIZE)
     entry = count + (length - tl.load(event_length).to(tl.int32)) - 1
     number = _number(entry // SIZE, kept, start, later, HEADS)
@@ -363,7 +406,11 @@ _SHIFTED = 512
 
 
 def shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left) -> None:
-    """Compute `keepset.kernels.paged.shift_step`."""
+    """Compute `keepset.kernels.paged.shift_step`.
+
+    Args:
+        block_table, lengths, starts, dropped, slots, block_size, left_table, left: as there.
+    """
     _shift[(len(lengths),)](
         block_table, lengths, starts, dropped, slots, left_table, left,
         block_table.stride(0), left_table.stride(0), block_size, BLOCK=_SHIFTED,

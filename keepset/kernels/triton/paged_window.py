@@ -35,6 +35,13 @@ def add_received(cache, addresses, layer_range, queries, entries, target, format
 
     Two programs never add to the same place, so sums have a fixed order. The length of a head's parts depends on its
     entries, which only the device knows.
+
+    Args:
+        cache: of one of the layers.
+        addresses: of the group's caches.
+        layer_range: the `layers` there.
+        queries, entries, formats: as there.
+        target: the column, and how to sum.
     """
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
     format = formats[0] if formats else None

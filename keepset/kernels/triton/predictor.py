@@ -18,14 +18,24 @@ _INPUTS = 32
 
 
 def entry_codes(keys, values, positions, new, networks, earlier_codes):
-    """Compute `keepset.kernels.predictor.entry_codes` in one launch, without a host sync."""
+    """Compute `keepset.kernels.predictor.entry_codes` in one launch, without a host sync.
+
+    Args:
+        keys, values, positions, new, networks, earlier_codes: as there.
+    """
     keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
     strides = (*keys.stride()[:3], *values.stride()[:3])
     return _launch(keys, values, None, None, strides, (1, 1, 0, 1), positions, new, networks, earlier_codes, False, ())
 
 
 def entry_codes_in_pages(cache, addresses, first_layer, subpages, positions, new, networks, earlier_codes, formats):
-    """Compute `keepset.kernels.predictor.entry_codes_in_pages` in one launch, without a host sync."""
+    """Compute `keepset.kernels.predictor.entry_codes_in_pages` in one launch, without a host sync.
+
+    Args:
+        cache: of one of the layers.
+        addresses: of the group's caches.
+        first_layer, subpages, positions, new, networks, earlier_codes, formats: as there.
+    """
     blocks, kv_heads, size, width = cache.shape
     kind = as_bytes(cache, formats[0] if formats else None)
     strides, pool = (*kind.stride()[:3], 0, 0, 0), (kv_heads, blocks, first_layer, len(addresses.on_device))
@@ -148,20 +158,35 @@ def _unrotated(
 
 @triton.jit
 def _weights(hidden, unit, dims, real, exist, INPUTS: tl.constexpr):
-    """Return the weights from some inputs to some units."""
+    """Return the weights from some inputs to some units.
+
+    Args:
+        hidden: pointer to the weights of a network's hidden layer.
+        unit, dims: which units, and which inputs.
+        real, exist: which of them exist.
+        INPUTS: inputs of a unit.
+    """
     pointers = hidden + unit[None, :] * INPUTS + dims[:, None]
     return tl.load(pointers, mask=real[None, :] & exist[:, None], other=0.0)
 
 
 @triton.jit
 def _log_length(square, SHORTEST: tl.constexpr):
-    """Return the logarithm of the length of rows, from their sums of squares."""
     return 0.5 * tl.log(tl.where(square < SHORTEST * SHORTEST, SHORTEST * SHORTEST, square))  # NaN stays NaN
 
 
 @triton.jit
 def _linear(score, slope, x, weights, numbers, exist, ROW: tl.constexpr):
-    """Add the products of some numbers of the rows `x` with their weights to both outputs; weights are `ROW` apart."""
+    """Add the products of some numbers of the rows `x` with their weights to both outputs; weights are `ROW` apart.
+
+    Args:
+        score, slope: sums so far.
+        x: rows of numbers.
+        weights: pointer to those of the first output.
+        numbers: which inputs they are.
+        exist: which of them exist.
+        ROW: the distance of both outputs' weights.
+    """
     score += tl.sum(x * tl.load(weights + numbers, mask=exist, other=0.0)[None, :], 1)
     slope += tl.sum(x * tl.load(weights + ROW + numbers, mask=exist, other=0.0)[None, :], 1)
     return score, slope
@@ -169,7 +194,6 @@ def _linear(score, slope, x, weights, numbers, exist, ROW: tl.constexpr):
 
 @triton.jit
 def _steps(numbers, STEPS: tl.constexpr, LIMIT: tl.constexpr):
-    """Compute `keepset.kernels.predictor._steps`."""
     steps = tl.floor(numbers * STEPS + (LIMIT * STEPS + 0.5))
     steps = tl.where(steps < 1, 1.0, steps)  # NaN stays NaN
     return tl.where(steps > 2 * LIMIT * STEPS - 1, 2 * LIMIT * STEPS - 1, steps)

@@ -29,7 +29,11 @@ _PARTS = 16
 
 
 def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_of) -> None:
-    """Compute `keepset.kernels.window.add_received` in two launches, without a host sync."""
+    """Compute `keepset.kernels.window.add_received` in two launches, without a host sync.
+
+    Args:
+        column, queries, packed, kv_heads, last_visible, softmax, sums_of: as there.
+    """
     table = HeadTable([packed])
     columns = packed.keys, packed.positions, packed.bias, packed.key_scale
     where = _Places(*columns, table.addresses, table.grown, packed.longest, queries.shape[3], kv_heads, table.aligned)
@@ -39,7 +43,11 @@ def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_
 def received_attention(
     queries, keys, positions, last_visible, softmax, valid, sums_of, bias
 ) -> Float[Tensor, "heads _ entries"]:
-    """Compute `keepset.kernels.window.received_attention` in two launches, without a host sync."""
+    """Compute `keepset.kernels.window.received_attention` in two launches, without a host sync.
+
+    Args:
+        queries, keys, positions, last_visible, softmax, valid, sums_of, bias: as there.
+    """
     heads, group, _, _ = queries.shape
     entries = keys.shape[1]
     numbers = sums_of.shape(group)
@@ -93,6 +101,10 @@ def _add(column, queries, where, kv_heads, last_visible, softmax, sums_of) -> No
     """Add the attention that entries receive to a column.
 
     A program owns a block of entries and is the only one to add to it, so sums have a fixed order.
+
+    Args:
+        column, queries, kv_heads, last_visible, softmax, sums_of: as in `add_received`.
+        where: where the heads' entries are.
     """
     largest = sums_of is GroupReduction.LARGEST
     batch, query_heads, n, head_dim = queries.shape
