@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from keepset.kernels.attention import append_entries, ragged_attention
+from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.entry_format import FORMATS
-from keepset.kernels.packed import HeadRun, PackedHeads, pack_entries, runs_of
+from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
 from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, PagedTokens, PageLayout, RecordedQueries
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax

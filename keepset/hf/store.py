@@ -14,10 +14,10 @@ from torch import Tensor
 from keepset.contexts.columns import RESIDUAL, STORED, split_residual
 from keepset.core.keep_set import HeadCounts
 from keepset.core.observation import LazyObservation
-from keepset.kernels.attention import append_entries
+from keepset.kernels.attention import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
 from keepset.kernels.entry_format import FORMATS, EntryFormat, format_of
-from keepset.kernels.packed import ENTRIES, SCALES, HeadColumns, PackedHeads, pack_entries
+from keepset.kernels.packed import ENTRIES, SCALES, HeadColumns, PackedHeads
 
 _RESIDUAL_COLUMNS = (*ENTRIES, *SCALES.values())
 

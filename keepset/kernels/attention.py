@@ -1,16 +1,17 @@
-"""Packed heads of different lengths: attention over them, and appending new entries."""
+"""Packed heads of different lengths: attention over them, appending new entries, and packing those that stay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.dispatch import launched_on
+from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.packed import PackedHeads
 from keepset.kernels.softmax import Softmax, softmax_attention
 
@@ -143,3 +144,65 @@ def ragged_attention(
     if format:
         output = format.unmix(output)
     return output.reshape(batch, query_heads, n, -1).transpose(1, 2).contiguous()
+
+
+def pack_entries(
+    columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries ..."]],
+    indices: Int[Tensor, " kept"],
+    counts: Int[Tensor, "batch kv_heads"],
+) -> dict[str, Shaped[Tensor, "kept ..."]]:
+    """Return the chosen entries of every head, head after head; on a GPU one launch moves all columns of all heads.
+
+        packed[starts[h] + i] = column[h // kv_heads, h % kv_heads, indices[starts[h] + i]]
+
+    Args:
+        columns: columns of entries, with any strides; keys and values are usually transposed views.
+        indices: indices of the chosen entries, head after head.
+    """
+    heads = counts.flatten()
+    if not uses_triton(indices.device):
+        rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
+        flat_indices = cache(lambda capacity: rows * capacity + indices)  # a store's columns share a capacity
+        return {name: _pick(column, rows, indices, flat_indices) for name, column in columns.items()}
+    packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
+    if packed and len(indices):
+        from keepset.kernels.triton import attention  # loads Triton
+
+        starts = heads.cumsum(0) - heads
+        most = min(len(indices), *(column.shape[2] for column in columns.values()))  # a bound, without a host sync
+        with launched_on(indices.device):
+            attention.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
+    return packed
+
+
+def _pick(
+    column: Shaped[Tensor, "batch kv_heads entries ..."],
+    rows: Int[Tensor, " kept"],
+    indices: Int[Tensor, " kept"],
+    flat_indices: Callable[[int], Int[Tensor, " kept"]],
+) -> Shaped[Tensor, "kept ..."]:
+    """Return `column[rows, indices]`, gathered row by row.
+
+    Every memory order is read in place, because flattening would copy entries that are about to be dropped.
+    `flat_indices` returns `rows * capacity + indices` for a given capacity.
+
+    Args:
+        column: with any strides.
+        rows: the head of each entry, counted over the batch.
+        indices: of the entries in their heads.
+        flat_indices: returns `rows * capacity + indices` for a given capacity.
+    """
+    batch, heads, entries = column.shape[:3]
+    of_request, of_head, of_entry = column.stride()[:3]
+    if of_head >= entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
+        capacity = of_head // of_entry
+        last = (batch * heads - 1) * capacity + entries
+        flat = column.as_strided((last, *column.shape[3:]), column.stride()[2:])
+        return flat.index_select(0, flat_indices(capacity))
+    swapped = column.transpose(1, 2)
+    if swapped.is_contiguous():
+        request, head = rows // heads, rows % heads
+        return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
+            0, (request * entries + indices) * heads + head
+        )
+    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, flat_indices(entries))

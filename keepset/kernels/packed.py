@@ -11,14 +11,14 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.dispatch import CACHE_BLOCK, launched_on, upload, uses_triton
+from keepset.kernels.dispatch import CACHE_BLOCK, upload, uses_triton
 from keepset.kernels.entry_format import EntryFormat, format_of
 
 ENTRIES = ("keys", "values", "positions")
@@ -337,16 +337,17 @@ class HeadColumns:
             new: columns of the new entries; the other columns' numbers are zero.
             indices: which of them are added to each head.
         """
-        joined = {}
-        for name in self.tensors:
-            column = self.rectangle(name, [len(indices)])
-            rows = new[name] if name in new else column.new_zeros(new["positions"].shape + column.shape[2:])
-            joined[name] = torch.cat([column, rows], 1)[None]
-        longest, counts, device = self.longest, self.counts, indices[0].device
+        longest, n, device = self.longest, new["positions"].shape[1], new["positions"].device
         present = torch.arange(longest, device=device)
-        chosen = [torch.cat([present[:count], longest + real]) for count, real in zip(counts, indices, strict=True)]
-        counts = [len(head) for head in chosen]
-        self.tensors = pack_entries(joined, torch.cat(chosen), upload([counts], device))
+        rows = [
+            head * (longest + n) + torch.cat([present[:count], longest + real])
+            for head, (count, real) in enumerate(zip(self.counts, indices, strict=True))
+        ]
+        row_indices, counts = torch.cat(rows), [len(head) for head in rows]
+        for name, flat in self.tensors.items():
+            column = self.rectangle(name, [len(rows)])
+            added = new[name] if name in new else flat.new_zeros(len(rows), n, *flat.shape[1:])
+            self.tensors[name] = torch.cat([column, added], 1).flatten(0, 1).index_select(0, row_indices)
         self.runs, self.free = runs_of(counts), 0
 
     def grow(self, n: int, room: int) -> None:
@@ -398,65 +399,3 @@ class HeadColumns:
         copied.tensors = dict(self.tensors)
         copied.rebuild(list(enumerate(self.counts)))
         return copied
-
-
-def pack_entries(
-    columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries ..."]],
-    indices: Int[Tensor, " kept"],
-    counts: Int[Tensor, "batch kv_heads"],
-) -> dict[str, Shaped[Tensor, "kept ..."]]:
-    """Return the chosen entries of every head, head after head; on a GPU one launch moves all columns of all heads.
-
-        packed[starts[h] + i] = column[h // kv_heads, h % kv_heads, indices[starts[h] + i]]
-
-    Args:
-        columns: columns of entries, with any strides; keys and values are usually transposed views.
-        indices: indices of the chosen entries, head after head.
-    """
-    heads = counts.flatten()
-    if not uses_triton(indices.device):
-        rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
-        flat_indices = cache(lambda capacity: rows * capacity + indices)  # a store's columns share a capacity
-        return {name: _pick(column, rows, indices, flat_indices) for name, column in columns.items()}
-    packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
-    if packed and len(indices):
-        from keepset.kernels.triton import attention  # loads Triton
-
-        starts = heads.cumsum(0) - heads
-        most = min(len(indices), *(column.shape[2] for column in columns.values()))  # a bound, without a host sync
-        with launched_on(indices.device):
-            attention.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
-    return packed
-
-
-def _pick(
-    column: Shaped[Tensor, "batch kv_heads entries ..."],
-    rows: Int[Tensor, " kept"],
-    indices: Int[Tensor, " kept"],
-    flat_indices: Callable[[int], Int[Tensor, " kept"]],
-) -> Shaped[Tensor, "kept ..."]:
-    """Return `column[rows, indices]`, gathered row by row.
-
-    Every memory order is read in place, because flattening would copy entries that are about to be dropped.
-    `flat_indices` returns `rows * capacity + indices` for a given capacity.
-
-    Args:
-        column: with any strides.
-        rows: the head of each entry, counted over the batch.
-        indices: of the entries in their heads.
-        flat_indices: returns `rows * capacity + indices` for a given capacity.
-    """
-    batch, heads, entries = column.shape[:3]
-    of_request, of_head, of_entry = column.stride()[:3]
-    if of_head >= entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
-        capacity = of_head // of_entry
-        last = (batch * heads - 1) * capacity + entries
-        flat = column.as_strided((last, *column.shape[3:]), column.stride()[2:])
-        return flat.index_select(0, flat_indices(capacity))
-    swapped = column.transpose(1, 2)
-    if swapped.is_contiguous():
-        request, head = rows // heads, rows % heads
-        return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
-            0, (request * entries + indices) * heads + head
-        )
-    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, flat_indices(entries))

@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keepset.kernels import dispatch
-from keepset.kernels.attention import append_entries, ragged_attention
+from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.columns import attention_columns
 from keepset.kernels.entry_format import FORMATS, Mixing
-from keepset.kernels.packed import PackedHeads, pack_entries, runs_of
+from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels import attention, columns, dispatch, packed
-from keepset.kernels.attention import append_entries, ragged_attention
+from keepset.kernels import attention, columns, dispatch
+from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.entry_format import FORMATS
-from keepset.kernels.packed import HeadRun, PackedHeads, pack_entries
+from keepset.kernels.packed import HeadRun, PackedHeads
 from keepset.kernels.softmax import Softmax
 from tests.kernels.few_bits import matrix, meant, rounded
 from tests.on_gpu import pretends
@@ -376,7 +376,7 @@ def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(
         names = ("_append", "_attend_part", "_columns", "_log_sum_exp", "_pack")
         return sum(n for name, n in gpu.launches.items() if name.startswith(names))
 
-    for module in (attention, columns, packed):
+    for module in (attention, columns):
         monkeypatch.setattr(module, "launched_on", launched_on)
     with Gpu(monkeypatch) as gpu:
         keys, new = Posing(torch.randn(6, 8)), Posing(torch.randn(1, 2, 1, 8))

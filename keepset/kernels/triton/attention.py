@@ -287,7 +287,7 @@ def pack(columns, packed, indices, starts, counts, most) -> None:
     """Copy every head's chosen entries to the places of their indices.
 
     Args:
-        columns, indices: as in `keepset.kernels.packed.pack_entries`.
+        columns, indices: as in `keepset.kernels.attention.pack_entries`.
         packed: the results, in the order of the columns; written to.
         starts, counts: the first index of each head, and how many it has.
         most: the most that a head has, or more.
