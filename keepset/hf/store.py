@@ -268,7 +268,8 @@ class EntryStore:
         """Return the residual of a refined format, which begins with the first new tokens."""
         if self.residual is None:
             nothing = {name: torch.empty_like(self.columns.tensors[name][:0]) for name in _RESIDUAL_COLUMNS}
-            self.residual = HeadColumns(nothing, lambda: [0] * self.batch * self.kv_heads)
+            counts = [0] * self.batch * self.kv_heads
+            self.residual = HeadColumns(nothing, lambda: counts)
         return self.residual
 
     def make_room(self, n: int, room: int = 0) -> None:

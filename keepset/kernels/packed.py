@@ -310,12 +310,15 @@ class HeadColumns:
         """Bytes of one entry of one head, over all columns."""
         return sum(column[:1].nbytes for column in self.tensors.values())
 
-    def rectangle(self, name: str, shape: Sequence[int]) -> Shaped[Tensor, "*shape entries *rest"]:
+    def rectangle(self, name: str, shape: Sequence[int]) -> Tensor:
         """Return a column head by head: a view if all heads have equally many entries, else a copy, zero behind them.
 
         Args:
             name: the column.
             shape: the heads, such as `[batch, kv_heads]`.
+
+        Returns:
+            The column, `[*shape, entries, ...]`.
         """
         flat = self.tensors[name]
         if len(self.runs) == 1:
