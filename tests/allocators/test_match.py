@@ -100,19 +100,19 @@ def test_company_changes_nothing() -> None:
 def test_padding_and_chunks_change_nothing() -> None:
     ids, mask = left_padded(prompt(2, 40), [0, 7])
     text = "match(snapkv(window=5), queries=16, newest=9, keep=12)"
-    both, logits = cached(text, ids, mask)
-    alone, own = cached(text, ids[1:, 7:])
-    for layer in both.managed_layers:
-        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (both, alone))
+    batched, logits = cached(text, ids, mask)
+    alone, single_logits = cached(text, ids[1:, 7:])
+    for layer in batched.managed_layers:
+        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (batched, alone))
         for name in ("values", BIAS):
             torch.testing.assert_close(columns[name][1:], single[name], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(logits[1:], own, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits[1:], single_logits, rtol=1e-3, atol=1e-3)
     chunked = keepset.Cache(tiny("llama"), text, prompt_length=40)
     with torch.no_grad():
         for part in (ids[:1, :13], ids[:1, 13:29], ids[:1, 29:]):
             tiny("llama")(part, past_key_values=chunked, use_cache=True)
-    for layer in both.managed_layers:
-        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (both, chunked))
+    for layer in batched.managed_layers:
+        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (batched, chunked))
         torch.testing.assert_close(columns["values"][:1, :, :12], single["values"], rtol=1e-3, atol=1e-4)
 
 
@@ -120,20 +120,20 @@ def test_padding_and_chunks_change_nothing() -> None:
 @torch.no_grad()
 def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
     """Nor is a query recorded for them."""
-    model, held = tiny("llama"), []
+    model, fitted_entries = tiny("llama"), []
     cache = keepset.Cache(model, f"match({inner}, keep=16, every=8)")
     for start, tokens in ((0, 40), (40, 8), (48, 8)):
         model(prompt(1, 56)[:, start : start + tokens], past_key_values=cache, use_cache=True)
         columns, exists = cache.managed_layers[0].store.padded()
-        held.append({
+        fitted_entries.append({
             (head, int(columns["positions"][0, head, i])): (columns["values"][0, head, i].tolist(), bias)
             for head, i in exists[0].nonzero().tolist()
             if (bias := float(columns[BIAS][0, head, i])) or columns["positions"][0, head, i] < 40
         })  # fmt: skip
-    first, *later = held
+    first, *later = fitted_entries
     assert len(cache.events) == 3 and any(bias for _, bias in first.values())
-    for each in later:
-        assert each and all(first[place] == fitted for place, fitted in each.items())
+    for entries in later:
+        assert entries and all(first[key] == fitted for key, fitted in entries.items())
     needs = cache.recipe.method.traits.needs
     assert needs.newest == 0 < Match(cache.recipe.method.scorer, window=8).traits.needs.newest
 
@@ -155,6 +155,6 @@ def test_events_while_decoding_fit_again(inner: str) -> None:
 def test_every_method_can_be_matched() -> None:
     for name in (name for name, kind in keepset.METHODS.items() if kind.stage == 0):
         method = Match(keepset.Recipe.parse(recipe(name, 12)).method)
-        own, inner = method.traits, method.scorer.traits
-        assert (own.layout, own.across_layers) == (inner.layout, inner.across_layers)
-        assert own.needs | inner.needs == own.needs
+        outer, inner = method.traits, method.scorer.traits
+        assert (outer.layout, outer.across_layers) == (inner.layout, inner.across_layers)
+        assert outer.needs | inner.needs == outer.needs

@@ -86,8 +86,8 @@ def test_order(scores: list[float], budget: Budget, parts: dict[str, Any], order
 
 
 def test_a_protected_prompt_is_above_the_suffix_the_first_token_first() -> None:
-    seen = changed(observation(9), prompts=torch.tensor([5]))
-    ranked = ranked_scores(torch.arange(9.0).expand(1, 1, 9), seen, Budget(7, 1, 2, protect_prompt=True))[0, 0]
+    shown = changed(observation(9), prompts=torch.tensor([5]))
+    ranked = ranked_scores(torch.arange(9.0).expand(1, 1, 9), shown, Budget(7, 1, 2, protect_prompt=True))[0, 0]
     assert ranked.argsort(descending=True).tolist()[:5] == [0, 1, 2, 3, 4]
     assert ranked[4] > ranked[7] == ranked[8] > ranked[6] > ranked[5]
 

@@ -37,23 +37,23 @@ def layers_of(
     features: dict[Any, Any] = {Perplexity(WINDOW): torch.tensor(perplexities)}
     if file:
         features[ModelTables(file)] = load(file)
-    places = positions or [None] * layers
+    layer_positions = positions or [None] * layers
     same: dict[str, Any] = dict(window=WINDOW, layers=range(layers), dtype=dtype, features=features)
-    return [observe(shape, layer=i, seed=seed + i, positions=places[i], **same) for i in range(layers)]
+    return [observe(shape, layer=i, seed=seed + i, positions=layer_positions[i], **same) for i in range(layers)]
 
 
 def mean_attention(observations: Sequence[Observation], request: int) -> list[float]:
     """Equation 6, summed over the window, for every position."""
     total = [0.0] * int(observations[0].lengths[request])
     heads = 0
-    for seen in observations:
-        assert seen.queries is not None
-        group = seen.queries.shape[1] // seen.keys.shape[1]
-        for head in range(seen.queries.shape[1]):
+    for observation in observations:
+        assert observation.queries is not None
+        group = observation.queries.shape[1] // observation.keys.shape[1]
+        for head in range(observation.queries.shape[1]):
             heads += 1
-            for row in window_attention(seen, request, head, WINDOW):
+            for row in window_attention(observation, request, head, WINDOW):
                 for entry, weight in enumerate(row):
-                    total[int(seen.positions[request, head // group, entry])] += weight
+                    total[int(observation.positions[request, head // group, entry])] += weight
     return [weight / heads for weight in total]
 
 
@@ -61,20 +61,22 @@ def utilities(
     observations: Sequence[Observation], layer: int, request: int, weights: Sequence[float], method: CompilerKV
 ) -> list[list[float]]:
     """Equations 7 to 10: of every KV head and entry, of all heads together where these hold the same entries."""
-    seen, alpha = observations[layer], mean_attention(observations, request)
-    kv_heads, length = seen.keys.shape[1], length_of(seen, request)
+    observation, alpha = observations[layer], mean_attention(observations, request)
+    kv_heads, length = observation.keys.shape[1], length_of(observation, request)
     group = len(weights) // kv_heads
     best = [[-math.inf] * length for _ in range(kv_heads)]
     for head, weight in enumerate(weights):
         of = head // group
-        norms = [math.sqrt(sum(x * x for x in value)) for value in seen.values[request, of, :length].double().tolist()]
-        own = [sum(column) for column in zip(*window_attention(seen, request, head, WINDOW), strict=True)]
+        norms = [
+            math.sqrt(sum(x * x for x in value)) for value in observation.values[request, of, :length].double().tolist()
+        ]
+        usage = [sum(column) for column in zip(*window_attention(observation, request, head, WINDOW), strict=True)]
         for entry in range(length):
-            attention = alpha[int(seen.positions[request, of, entry])] if method.global_mean else own[entry]
+            attention = alpha[int(observation.positions[request, of, entry])] if method.global_mean else usage[entry]
             relative = norms[entry] / (sum(norms) / length) if method.relative_norm else 1.0
             best[of][entry] = max(best[of][entry], attention * relative * (weight if method.head_table else 1.0))
-    places = seen.positions[request, :, :length].tolist()
-    if all(head == places[0] for head in places):
+    positions = observation.positions[request, :, :length].tolist()
+    if all(head == positions[0] for head in positions):
         return [[max(column) for column in zip(*best, strict=True)]] * kv_heads
     return best
 
@@ -96,8 +98,8 @@ def best_first(scores: list[float], budget: Budget) -> tuple[list[int], list[int
     """Entries that always stay, and the rest from the best; of equal ones the later."""
     entries = range(len(scores))
     always = [e for e in entries if e < budget.sinks or e >= len(scores) - budget.recent]
-    rest = [entry for entry in entries if entry not in always]
-    return always, sorted(rest, key=lambda entry: (scores[entry], entry), reverse=True)
+    compared = [entry for entry in entries if entry not in always]
+    return always, sorted(compared, key=lambda entry: (scores[entry], entry), reverse=True)
 
 
 @st.composite
@@ -130,20 +132,20 @@ def written(
 
 
 def literally_kept(
-    method: CompilerKV, utility: list[float], tau: float, budget: Budget, wanted: int
+    method: CompilerKV, utility: list[float], tau: float, budget: Budget, count: int
 ) -> tuple[list[int], int]:
     """Equations 15 and 16, of one layer, and how many candidates there are; what always stays is one by itself."""
-    always, rest = best_first(utility, budget)
+    always, compared = best_first(utility, budget)
     queries = min(WINDOW, len(utility))
     # The attention of that many queries adds up to their number: its mean over the text is this.
     mean = queries / len(utility) if method.threshold == "mean" else 1.0
     candidates = [t for t in range(len(utility)) if t in always or utility[t] >= tau * mean]
     if method.elastic and not candidates:
-        return rest[:1], 0
-    if method.elastic and len(candidates) <= wanted:
+        return compared[:1], 0
+    if method.elastic and len(candidates) <= count:
         return candidates, len(candidates)
-    best = [t for t in always + rest if t in candidates or not method.elastic]
-    return sorted(best[:wanted]), len(candidates)
+    best = [t for t in always + compared if t in candidates or not method.elastic]
+    return sorted(best[:count]), len(candidates)
 
 
 @examples(160)

@@ -248,8 +248,8 @@ def test_a_cap_leaves_the_best_of_the_union(
         first, last = set(range(min(sinks, length))), set(range(max(length - recent, 0), length))
         least = min(max(1, sinks + recent), length)
         cap = min(keep, length) if isinstance(keep, int) else max(least, length * round(keep * 100) // 100)
-        each = [heads_of(method, observation, budget, request) for budget in budgets]
-        for row, free, plain, found in zip(scores[request].tolist(), *each, strict=True):
+        sets = [heads_of(method, observation, budget, request) for budget in budgets]
+        for row, free, plain, found in zip(scores[request].tolist(), *sets, strict=True):
             assert set(free) == set(plain) | first | last and len(found) == min(cap, len(free))
             rank = {e: (e in first, -e if e in first else 0, e in last, row[e], e) for e in free}
             if len(first | last) <= cap:
