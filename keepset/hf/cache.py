@@ -466,7 +466,7 @@ class CompressionEvent:
             self._with_nan = []
         keep_set.count(self._with_nan)
         for layer in self._layers.values():
-            layer.append_after_event()
+            layer.append_after_event(self._length)
         return Event(self._length, keep_set, self._entries, keep_set.entries, self._nbytes, self._seconds)
 
     @property

@@ -197,14 +197,15 @@ class LayerState(LogicalLayer):
         if kept.bits is not None:
             self.store.quantize(kept.bits)
 
-    def append_after_event(self) -> None:
-        """Store the tokens after an event, which did not see them."""
-        if self.after_event is not None:
-            assert self.store is not None
-            after = self.after_event
-            self.store.append(after.key, after.value, after.positions, after.real_indices)
-            self.collector.record(after, self.store)
-            self.after_event = None
+    def append_after_event(self, length: int) -> None:
+        """Store the tokens after the event at this logical length, which did not see them."""
+        after = self.after_event
+        if after is None or after.start != length:  # those of a later event wait with it
+            return
+        assert self.store is not None
+        self.store.append(after.key, after.value, after.positions, after.real_indices)
+        self.collector.record(after, self.store)
+        self.after_event = None
 
     def make_room(self, n: int) -> EntryStore:
         """Return the store with free places for `n` tokens, for a caller that stores and attends to them itself."""

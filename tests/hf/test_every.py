@@ -410,6 +410,19 @@ def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
     assert same_keep_set(chunked.keep_set, past.keep_set)
 
 
+@pytest.mark.parametrize("text", ["knorm(keep=4, every=3)", "snapkv(window=2, keep=4, every=3)"])
+@torch.no_grad()
+def test_one_call_ends_the_prompt_and_reaches_a_later_event(text: str) -> None:
+    """Layers that wait for one another still have the later event before them when the first one ends at the last."""
+    model, ids = tiny("llama"), prompt(1, 12)
+    past, naive = keepset.Cache(model, text, prompt_length=2, history=True), Naive(model, keepset.Recipe.parse(text), 2)
+    calls = [model(part, past_key_values=past, use_cache=True).logits[0] for part in ids.split([1, 5, 6], 1)]
+    turns = [naive.feed(part) for part in ids.split([2, 4, 6], 1)]
+    torch.testing.assert_close(torch.cat(calls)[1:], torch.cat(turns)[1:], rtol=1e-4, atol=5e-5)
+    assert [event.length for event in past.events] == [2, 5, 11]
+    check_events(past, naive)
+
+
 # --- batches
 
 
