@@ -33,34 +33,34 @@ def test_every_head_is_fitted_as_if_alone(shape: Shape, allocator: str) -> None:
     errors = torch.zeros(2)
     for row in range(shape.batch * shape.kv_heads):
         request, head = divmod(row, shape.kv_heads)
-        asked = observation.query_positions[request] >= 0
-        group = observation.queries.unflatten(1, (shape.kv_heads, -1))[request, head][:, asked].flatten(0, 1).double()
+        exists = observation.query_positions[request] >= 0
+        group = observation.queries.unflatten(1, (shape.kv_heads, -1))[request, head][:, exists].flatten(0, 1).double()
         keys, values = (
             part[request, head, : shape.lengths[request]].double() for part in (observation.keys, observation.values)
         )
-        own = slice(*kept.cu_seqlens[row : row + 2].tolist())
-        places = kept.indices[own]
+        head_part = slice(*kept.cu_seqlens[row : row + 2].tolist())
+        kept_indices = kept.indices[head_part]
         logits = group @ keys.T * observation.scaling
-        wanted = logits.softmax(-1) @ values
-        biases = kept.state[BIAS][request, head][places].double()
-        fitted = (logits[:, places] + biases).softmax(-1) @ kept.values[own].double()
-        untouched = logits[:, places].softmax(-1) @ values[places]
-        errors += torch.stack([(fitted - wanted).square().sum(), (untouched - wanted).square().sum()])
-        elsewhere = torch.ones(shape.entries, dtype=torch.bool).index_fill(0, places, False)
+        target = logits.softmax(-1) @ values
+        biases = kept.state[BIAS][request, head][kept_indices].double()
+        fitted = (logits[:, kept_indices] + biases).softmax(-1) @ kept.values[head_part].double()
+        untouched = logits[:, kept_indices].softmax(-1) @ values[kept_indices]
+        errors += torch.stack([(fitted - target).square().sum(), (untouched - target).square().sum()])
+        elsewhere = torch.ones(shape.entries, dtype=torch.bool).index_fill(0, kept_indices, False)
         assert not kept.state[BIAS][request, head][elsewhere].any()
     assert errors[0] <= errors[1] * 0.5 or shape.entries < 6
 
 
 def test_reference_queries_of_the_prompt_come_first() -> None:
     observation = observe(Shape((24,), 2, 2, 6, 6))
-    other = observe(Shape((24,), 2, 2, 6, 6), window=20, seed=5)
-    assert other.queries is not None
-    asked = PaddedQueries(other.queries, torch.ones(1, 20, dtype=torch.bool))
-    reference = {ReferenceQueries(1, 1): Reference(asked, asked)}
-    both = observe(Shape((24,), 2, 2, 6, 6), features=reference)
+    longer = observe(Shape((24,), 2, 2, 6, 6), window=20, seed=5)
+    assert longer.queries is not None
+    padded_queries = PaddedQueries(longer.queries, torch.ones(1, 20, dtype=torch.bool))
+    reference = {ReferenceQueries(1, 1): Reference(padded_queries, padded_queries)}
+    with_reference = observe(Shape((24,), 2, 2, 6, 6), features=reference)
     method = Match(keepset.METHODS["knorm"](), window=8)
     budget = keepset.Budget(0.3)
-    by_window, by_prompt = (method.select(each, budget).layer(0).values for each in (observation, both))
+    by_window, by_prompt = (method.select(shown, budget).layer(0).values for shown in (observation, with_reference))
     assert by_window is not None and by_prompt is not None and not torch.allclose(by_window, by_prompt)
 
 
@@ -77,8 +77,8 @@ def test_the_embedded_model_goes_on_as_with_the_full_cache() -> None:
     ids = tokenizer(texts.essay("gap"), return_tensors="pt")["input_ids"][:, :480]
     recipes = [keepset.Recipe.parse(text) for text in ("match(glance, keep=0.25)", "glance(keep=0.25)")]
     session = PromptSession(model, ids[:, :400], recipes)
-    wanted = session.compress(None).follow(ids[:, 400:])
-    near, far = (mean(kl(wanted, session.compress(recipe).follow(ids[:, 400:]))) for recipe in recipes)
+    target = session.compress(None).follow(ids[:, 400:])
+    near, far = (mean(kl(target, session.compress(recipe).follow(ids[:, 400:]))) for recipe in recipes)
     assert near < far / 1.5
 
 
@@ -93,8 +93,8 @@ def test_company_changes_nothing() -> None:
             for session in (together, PromptSession(tiny("llama"), ids, [matching]))
         )
         for layer in shared:
-            columns, own = (layers[layer].store.packed for layers in (shared, alone))
-            torch.testing.assert_close(columns, own)
+            columns, right = (layers[layer].store.packed for layers in (shared, alone))
+            torch.testing.assert_close(columns, right)
 
 
 def test_padding_and_chunks_change_nothing() -> None:

@@ -40,13 +40,13 @@ def test_an_example_is_evaluated_in_few_files(monkeypatch: pytest.MonkeyPatch) -
     """Under the full cache and one recipe, after another example: what starts a command and reports is apart."""
     monkeypatch.delitem(sys.modules, "peft", raising=False)  # with it, adapters are looked for, too
     runner = Runner(tiny("llama"), letters(), mode="prompt", chat=False)
-    asked = candidates([keepset.Recipe.parse("snapkv(window=8, bytes=0.5)")], [])
+    tried = candidates([keepset.Recipe.parse("snapkv(window=8, bytes=0.5)")], [])
 
     def cells(name: str) -> list[str | None]:
         example = Example(
             name, f"All that is known of {name} is said here, and no more.", (Question(" Who?", "x"),), {}
         )
-        return [cell.error for cell in runner.run(Exact(), example, asked, seed=0)]
+        return [cell.error for cell in runner.run(Exact(), example, tried, seed=0)]
 
     assert cells("cats") == [None, None]
     example = called(lambda: cells("dogs"))

@@ -73,11 +73,11 @@ class Case:
         for row in rows:
             for number in range(kv_heads):
                 for slot, _ in _slots(row, number, size):
-                    layer, *place = at(slot, size, kv_heads, len(caches[0]))
-                    caches[layer][tuple(place)] = torch.randn(2 * dim, generator=draw).to(dtype)
+                    layer, *address = at(slot, size, kv_heads, len(caches[0]))
+                    caches[layer][tuple(address)] = torch.randn(2 * dim, generator=draw).to(dtype)
                     bias[layer, slot % bias.shape[1]] = torch.randn((), generator=draw)
-        held = [slot for row in rows[1:2] for head in range(kv_heads) for slot, _ in _slots(row, head, size)]
-        assert len(rows) == 1 or {slot // bias.shape[1] for slot in held} == {0, 1}
+        shared_slots = [slot for row in rows[1:2] for head in range(kv_heads) for slot, _ in _slots(row, head, size)]
+        assert len(rows) == 1 or {slot // bias.shape[1] for slot in shared_slots} == {0, 1}
         state = [torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)]
         return cls(rows, new, caches, PageLayout(*(part[:, 1:] for part in state)), bias)
 
@@ -89,9 +89,9 @@ class Case:
             return PagedTokens(table, lengths, int(lengths.max()))
         new = enumerate(zip(self.rows, self.new, strict=True))
         several = [(r, row.length - n + i + 1) for r, (row, n) in new for i in range(n)]
-        places = [place for place in range(len(several)) if place % 5 != 2][::-1]
-        some = torch.tensor([several[place] for place in places], dtype=torch.int32).T.contiguous()
-        return PagedTokens(table, some[1], int(lengths.max()), torch.tensor(places), some[0])
+        listed_indices = [index for index in range(len(several)) if index % 5 != 2][::-1]
+        listed_rows = torch.tensor([several[index] for index in listed_indices], dtype=torch.int32).T.contiguous()
+        return PagedTokens(table, listed_rows[1], int(lengths.max()), torch.tensor(listed_indices), listed_rows[0])
 
     def held(self, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """A head's entries in the second layer, in order, their numbers, and the biases of those that were kept."""
@@ -99,8 +99,8 @@ class Case:
         slots = _slots(self.rows[row], head, size)
         numbers, biases = torch.zeros(len(slots), width, dtype=torch.float64), torch.zeros(len(slots))
         for i, (slot, _) in enumerate(slots):
-            layer, *there = at(slot, size, kv_heads, blocks)
-            numbers[i] = self.caches[layer][tuple(there)]
+            layer, *address = at(slot, size, kv_heads, blocks)
+            numbers[i] = self.caches[layer][tuple(address)]
             if i < kept:
                 biases[i] = self.bias[layer, slot % self.bias.shape[1]]
         return torch.tensor([entry for _, entry in slots]), numbers, biases
@@ -381,7 +381,7 @@ def test_layouts_are_found_again_after_drafts_were_taken_back(implementation: st
     for before, after, pages in ((7, 7), (14, 14), [7, 11]), ((left, 14), (left + 1, 15), [4 + left // 4, 11]):
         step = torch.tensor([before, after, (1, 1)])
         assert follow_layouts(filed, table, *step, lost, 4, rows.layout, 6).tolist() == pages
-        assert all(torch.equal(part, own) for part, own in zip(rows.layout, expected, strict=True))
+        assert all(torch.equal(part, right) for part, right in zip(rows.layout, expected, strict=True))
     assert not lost
     follow_layouts(filed, table, *torch.tensor([(7, 7), (8, 8), (1, 1)]), lost, 4, rows.layout, 6)
     assert lost

@@ -167,14 +167,14 @@ def test_equations_6_to_16(
     for request, length in enumerate(shape.lengths):
         keep = budget.keep
         assert keep is not None
-        wanted = min(keep, length) if isinstance(keep, int) else max(1, length * round(keep * 100) // 100)
-        row = min(range(2), key=lambda i: (abs(wanted - tables.budgets.tolist()[i]), i))
-        for layer, seen in enumerate(observations):
+        count = min(keep, length) if isinstance(keep, int) else max(1, length * round(keep * 100) // 100)
+        row = min(range(2), key=lambda i: (abs(count - tables.budgets.tolist()[i]), i))
+        for layer, observation in enumerate(observations):
             scores = utilities(observations, layer, request, tables.weights[row, layer].tolist(), method)
             entropy = entropy_of(observations, request)
             tau = threshold_of(tables, row, layer, entropy, perplexities[request]) if method.gate else 0.9
-            stay, _ = literally_kept(method, scores[0], tau, budget, wanted)
-            assert all(kept(keep_set, seen, request, head) == stay for head in range(shape.kv_heads))
+            stay, _ = literally_kept(method, scores[0], tau, budget, count)
+            assert all(kept(keep_set, observation, request, head) == stay for head in range(shape.kv_heads))
 
 
 @pytest.mark.parametrize(("threshold", "tau"), [("utility", 0.2), ("mean", 1.0)])
@@ -198,14 +198,16 @@ def test_few_entries_can_reach_a_threshold_of_the_utility_itself() -> None:
     """Utilities under weights of 1 add up to the window's length where values are alike, however long the text is."""
     shape = Shape((400,), 1, 1, 4, 4)
     observations = layers_of(shape, 2, [1.0])
-    for seen in observations:
-        seen.keys.zero_()  # all that is visible is looked at alike
-        seen.values.fill_(1.0)
+    for observation in observations:
+        observation.keys.zero_()  # all that is visible is looked at alike
+        observation.values.fill_(1.0)
     method = CompilerKV(window=WINDOW)
     utility = utilities(observations, 0, 0, [1.0], method)[0]
     assert sum(utility) == pytest.approx(WINDOW, rel=1e-6)
     methods = {name: CompilerKV(window=WINDOW, elastic=True, threshold=name) for name in ("utility", "mean")}
-    counts = {name: int(each.select_all(observations, Budget(400)).counts[0, 0, 0]) for name, each in methods.items()}
+    counts = {
+        name: int(variant.select_all(observations, Budget(400)).counts[0, 0, 0]) for name, variant in methods.items()
+    }
     # Nothing reaches 0.9, and one entry stays all the same; all but the window's last reach 0.9 of the mean.
     assert counts == {"utility": 1, "mean": sum(u >= 0.9 * WINDOW / 400 for u in utility)}
 
@@ -222,23 +224,23 @@ def test_scores_where_heads_hold_different_entries(
     positions = [thinned(shape, 10 * seed + i, 4, newest=1) for i in range(layers)]
     observations = layers_of(shape, layers, [1.0] * shape.batch, positions=positions, dtype=dtype)
     received = method.received_attention(observations)
-    for layer, seen in enumerate(observations):
+    for layer, observation in enumerate(observations):
         row = torch.zeros(shape.batch, dtype=torch.long)
-        scores = method._utility(seen, received, tables, row)
+        scores = method._utility(observation, received, tables, row)
         for request, length in enumerate(shape.lengths):
             expected = utilities(observations, layer, request, tables.weights[0, layer].tolist(), method)
             close = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.04, atol=0.02)
-            wanted = torch.tensor(expected, dtype=torch.float64)
-            torch.testing.assert_close(scores[request, :, :length].double(), wanted, **close)
+            right = torch.tensor(expected, dtype=torch.float64)
+            torch.testing.assert_close(scores[request, :, :length].double(), right, **close)
 
 
 def test_one_layers_score_is_what_it_selects_by() -> None:
     shape = Shape((17, 9), 2, 3, 4, 5)
-    seen = observe(shape, window=WINDOW)
+    observation = observe(shape, window=WINDOW)
     method = CompilerKV(window=WINDOW)
-    scores = method.score(seen)
+    scores = method.score(observation)
     for request, length in enumerate(shape.lengths):
-        expected = utilities([seen], 0, request, [1.0] * 6, method)
+        expected = utilities([observation], 0, request, [1.0] * 6, method)
         torch.testing.assert_close(scores[request, :, :length].tolist(), expected, rtol=1e-4, atol=1e-6)
 
 
@@ -254,8 +256,8 @@ def test_filled_up_the_threshold_changes_nothing(
     methods = [CompilerKV(file, window=WINDOW, gate=gate) for gate in (True, False)]
     for request in range(shape.batch):
         exact, ungated, elastic = (
-            sets_of(each, observations, budget, request)
-            for each in (*methods, CompilerKV(file, window=WINDOW, elastic=True))
+            sets_of(variant, observations, budget, request)
+            for variant in (*methods, CompilerKV(file, window=WINDOW, elastic=True))
         )
         assert exact == ungated
         for of_layer, filled in zip(elastic, exact, strict=True):
@@ -265,9 +267,9 @@ def test_filled_up_the_threshold_changes_nothing(
 def test_equal_scores_keep_the_later_and_all_heads_the_same() -> None:
     shape = Shape((20,), 3, 2, 4, 4)
     observations = layers_of(shape, 2, [1.0])
-    for seen in observations:
-        seen.keys.zero_()
-        seen.values.fill_(1.0)
+    for observation in observations:
+        observation.keys.zero_()
+        observation.values.fill_(1.0)
     # Entries before the window are seen by all of it alike.
     kept = sets_of(CompilerKV(window=WINDOW, elastic=False), observations, Budget(8, recent=WINDOW))
     assert kept == [[[*range(12, 20)]] * 3] * 2
@@ -284,10 +286,10 @@ def test_a_head_that_has_overflowed_does_not_speak_for_the_others(poison: float)
 
 
 def test_values_of_length_zero_are_equal() -> None:
-    seen = observe(Shape((9,), 1, 2, 4, 4), window=WINDOW)
-    seen.values.zero_()
-    plain = CompilerKV(window=WINDOW, relative_norm=False).score(seen)
-    assert torch.equal(CompilerKV(window=WINDOW).score(seen), plain)
+    observation = observe(Shape((9,), 1, 2, 4, 4), window=WINDOW)
+    observation.values.zero_()
+    plain = CompilerKV(window=WINDOW, relative_norm=False).score(observation)
+    assert torch.equal(CompilerKV(window=WINDOW).score(observation), plain)
 
 
 @pytest.mark.parametrize("threshold", ["utility", "mean"])
@@ -372,9 +374,9 @@ def check_theorem(heads: list[list[list[float]]], stay: Sequence[int]) -> None:
 @given(length=st.integers(6, 20), keep=st.integers(WINDOW, 20), heads=st.integers(1, 4), seed=st.integers(0, 99))
 def test_theorem_4_1_on_random_attention(length: int, keep: int, heads: int, seed: int) -> None:
     """It holds for what the method keeps, and for any other choice, of which some rows may see nothing."""
-    seen = layers_of(Shape((length,), heads, 1, 4, 4), 1, [1.0], seed)
-    keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(seen, Budget(keep, recent=WINDOW))
-    rows = [window_attention(seen[0], 0, head, WINDOW) for head in range(heads)]
-    check_theorem(rows, kept(keep_set, seen[0], 0, 0))
+    observation = layers_of(Shape((length,), heads, 1, 4, 4), 1, [1.0], seed)
+    keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(observation, Budget(keep, recent=WINDOW))
+    rows = [window_attention(observation[0], 0, head, WINDOW) for head in range(heads)]
+    check_theorem(rows, kept(keep_set, observation[0], 0, 0))
     draw = torch.Generator().manual_seed(seed)
     check_theorem(rows, torch.randperm(length, generator=draw)[: 1 + seed % length].tolist())
