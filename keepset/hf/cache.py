@@ -35,6 +35,7 @@ from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
 from keepset.hf.model_support import check_model
 from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.progress import Event
+from keepset.hf.store import StoredObservation
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
 
@@ -379,7 +380,7 @@ class Cache(ObservedCache):
         assert self.progress is not None and self.progress.compressed_at is not None
         length, across_layers = self.progress.compressed_at, self.recipe.method.traits.across_layers
         if length not in self._unfinished:
-            self._unfinished[length] = CompressionEvent(length, self.recipe.method, self.managed_layers, self.keep_set)
+            self._unfinished[length] = CompressionEvent(length, self.recipe.method, self.managed_layers)
         event = self._unfinished[length]
         stacks = stacks_of(observations, across_layers) if self._stacks_layers else observations
         for group in [stacks] if across_layers else [[stack] for stack in stacks]:
@@ -411,14 +412,13 @@ class CompressionEvent:
         length: logical length of the cache at the event, padding included.
         method: chooses what stays.
         layers: all layers that take part, by their indices.
-        before: what stayed at the event before; None if this is the first.
 
     Attributes:
         kept: what stays of the layers that have reached it.
     """
 
-    def __init__(self, length: int, method: Method, layers: Mapping[int, LayerState], before: KeepSet | None) -> None:
-        self._length, self._method, self._layers, self._before = length, method, layers, before
+    def __init__(self, length: int, method: Method, layers: Mapping[int, LayerState]) -> None:
+        self._length, self._method, self._layers = length, method, layers
         self.kept: list[LayerKeepSet] = []
         self._entries, self._nbytes, self._seconds = 0, 0, 0.0
         self._with_nan: list[LazyHostInts] = []
@@ -451,8 +451,10 @@ class CompressionEvent:
             self.kept.append(kept.to_record())
             self._entries += observation.count
             # As they were stored, which after an event before may be in few bits.
-            stored = observation if self._before is None else self._before.layer(kept.layer)
-            self._nbytes += observation.count * stored.entry_bytes
+            pair_bytes = (
+                observation.store.pair_bytes if isinstance(observation, StoredObservation) else observation.entry_bytes
+            )
+            self._nbytes += observation.count * pair_bytes
         self._seconds += time.perf_counter() - start
         return keep_set
 

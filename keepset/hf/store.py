@@ -178,6 +178,15 @@ class EntryStore:
         return self.columns.entry_bytes
 
     @property
+    def pair_bytes(self) -> int:
+        """Bytes of the key and value of one entry in one head, with their scales."""
+        tensors, nbytes = self.columns.tensors, 0
+        for name in STORED:
+            if name in tensors:
+                nbytes += tensors[name][:1].nbytes
+        return nbytes
+
+    @property
     def token_bytes(self) -> int:
         """Bytes that one new token takes in one head, with its residual."""
         lost = _RESIDUAL_COLUMNS if self._format is not None and self._format.refined else ()

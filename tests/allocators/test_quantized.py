@@ -201,3 +201,12 @@ def test_a_bfloat16_model(bits: int) -> None:
     assert store is not None and store.heads.format is FORMATS[bits] and store.heads.dtype == torch.bfloat16
     assert cache.keep_set is not None and cache.keep_set.nbytes == cache.keep_set.entries * (4 * bits + 4)
     assert oracle_gap(model, cache, output, mask) < 0.3
+
+
+@torch.no_grad()
+def test_an_event_that_one_call_reaches_after_the_prompts_finds_entries_in_few_bits() -> None:
+    """The first layer comes to the later event before the last one has come to the prompt's."""
+    cache = keepset.Cache(tiny("llama"), "quantized(snapkv(window=2), bits=8, keep=4, every=3)", prompt_length=2)
+    for part in prompt(1, 6).split([1, 5], 1):
+        tiny("llama")(part, past_key_values=cache, use_cache=True)
+    assert [(event.length, event.nbytes_before // event.entries) for event in cache.events] == [(2, 128), (5, 40)]
