@@ -114,6 +114,12 @@ class Recipe:
     ) -> Recipe:
         """Return a recipe with the options of `Budget` and `Schedule`; for sinks and recent None is the method's own.
 
+        Args:
+            method: the method.
+            keep, bytes, recent_extra, protect_prompt, protect, short: as in `Budget`.
+            sinks, recent: as in `Budget`; None for the method's own.
+            prefill, every: as in `Schedule`.
+
         Raises:
             BudgetError: if these do not go together.
         """
@@ -159,11 +165,18 @@ class Recipe:
         return self.text(self.budget.keep, self.budget.bytes)
 
     def text(self, keep: int | float | None = None, bytes: float | None = None) -> str:
-        """Return the recipe's text with another `Budget.keep` or `bytes`, unchecked; None is left out."""
+        """Return the recipe's text with another `Budget.keep` or `bytes`, unchecked; None is left out.
+
+        Args:
+            keep, bytes: as in `Budget`.
+        """
         return _short_text(self.written, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
     def with_budget(self, keep: int | float | None = None, bytes: float | None = None) -> Recipe:
         """Return the same recipe with this `Budget.keep` or `bytes`; with neither, the recipe without a budget.
+
+        Args:
+            keep, bytes: as in `Budget`, of which one may be given.
 
         Raises:
             BudgetError: if it does not suit the recipe.
@@ -175,12 +188,16 @@ class Recipe:
 
         A number that differs from the method's own was chosen for the recipe and does not change.
 
+        Args:
+            sinks: first tokens that always stay.
+            recent: newest tokens that always stay.
+
         Raises:
             BudgetError: if that is more than the recipe keeps.
         """
-        budget, own = self.budget, self.method.traits
-        sinks = max(own.sinks, sinks) if budget.sinks == own.sinks else budget.sinks
-        recent = max(own.recent, recent) if budget.recent == own.recent else budget.recent
+        budget, traits = self.budget, self.method.traits
+        sinks = max(traits.sinks, sinks) if budget.sinks == traits.sinks else budget.sinks
+        recent = max(traits.recent, recent) if budget.recent == traits.recent else budget.recent
         return replace(self, budget=replace(budget, sinks=sinks, recent=recent))
 
     def located(self, images: Ranges | None) -> Recipe:
@@ -209,14 +226,14 @@ class Recipe:
 
     def budget_for(self, observations: Sequence[Observation]) -> Budget:
         """Return the budget in entries for the layers of one choice: `bytes` becomes a share of entries."""
-        return self.budget_of_sizes([each.entry_sizes for each in observations])
+        return self.budget_of_sizes([observation.entry_sizes for observation in observations])
 
     def budget_of_sizes(self, sizes: Sequence[tuple[int, int]]) -> Budget:
         """Return the budget of `budget_for`, given the numbers of an entry's key and value for each layer."""
         if self.budget.bytes is None:
             return self.budget
         full = sum(FULL_BYTES * (key_size + value_size) for key_size, value_size in sizes)
-        stored = sum(self.method.traits.entry_bytes(*each) for each in sizes)
+        stored = sum(self.method.traits.entry_bytes(*entry_sizes) for entry_sizes in sizes)
         return replace(self.budget, keep=min(1.0, self.budget.bytes * full / stored), bytes=None)
 
     def require_budget(self) -> Recipe:
@@ -316,7 +333,12 @@ def _expression(text: str) -> ast.expr | None:
 
 
 def _parse(text: str, *, in_full: bool = False) -> tuple[Method, dict[str, Any]]:
-    """Return the method that a text describes, and the options of budget and schedule that it names."""
+    """Return the method that a text describes, and the options of budget and schedule that it names.
+
+    Args:
+        text: of a recipe.
+        in_full: whether each parameter must be named.
+    """
     text = text.strip()
     node = _expression(text)
     method = _build_method(node, text, _OPTIONS, in_full=in_full)
@@ -337,7 +359,6 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
 
 
 def _default_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the options of budget and schedule, for those that a text does not name."""
     always = {"sinks": method.traits.sinks, "recent": method.traits.recent}
     later = options.get("protect_prompt", False) or options.get("turns", False)
     return _OPTIONS | always | {"prefill": not later}
@@ -353,7 +374,6 @@ def _given_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_method(node: ast.expr | None, text: str, options: Iterable[str] = (), *, in_full: bool = False) -> Method:
-    """Return the method that a call describes."""
     name, arguments, keywords = _call(node, text)
     kind = find(name)
     if kind is None:
@@ -366,9 +386,9 @@ def _build_method(node: ast.expr | None, text: str, options: Iterable[str] = (),
             inner = keyword == "scorer"
             values[keyword] = _build_method(value, text, in_full=in_full) if inner else _literal(value, keyword, text)
         elif keyword not in options:
-            known = [*(other for other in parameters if other != "scorer"), *options]
+            allowed = [*(parameter for parameter in parameters if parameter != "scorer"), *options]
             where = " inside another method" if keyword in _OPTIONS else ""
-            raise RecipeError(f"{name} has no parameter {keyword!r}{where}{nearest(keyword, known)}")
+            raise RecipeError(f"{name} has no parameter {keyword!r}{where}{nearest(keyword, allowed)}")
     divides = issubclass(kind, Allocator)
     if len(arguments) > (1 if divides else 0):
         accepted = "one method, then named parameters" if divides else "only named parameters"
@@ -385,7 +405,6 @@ def _build_method(node: ast.expr | None, text: str, options: Iterable[str] = (),
 
 
 def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[str, ast.expr]]:
-    """Return the name, arguments and named arguments of a call; a name alone is a call without arguments."""
     if isinstance(node, ast.Name):
         return node.id, [], {}
     keywords: dict[str, ast.expr] = {}
@@ -425,20 +444,18 @@ def _source(node: ast.expr, text: str) -> str:
 
 
 def _ranges(node: ast.expr, name: str, text: str) -> Any:
-    """Return lists of lists of plain values."""
     if isinstance(node, ast.List | ast.Tuple):
         return tuple(_ranges(element, name, text) for element in node.elts)
     return _literal(node, name, text)
 
 
 def _for_budget(method: Method, options: Mapping[str, Any]) -> Method:
-    """Return a method with parameters that depend on the budget, if its recipe has a budget or needs none."""
     return method.for_bytes(options.get("bytes")) if _has_budget(method, options) else method
 
 
 def _has_budget(method: Method, options: Mapping[str, Any]) -> bool:
-    given = options.get("keep") is not None or options.get("bytes") is not None
-    return given or not method.traits.needs_budget
+    has_option = options.get("keep") is not None or options.get("bytes") is not None
+    return has_option or not method.traits.needs_budget
 
 
 def _short_text(method: Method, options: Mapping[str, Any]) -> str:
@@ -463,16 +480,21 @@ def _protect_text(protect: str | Sequence[str | Sequence[int]]) -> str | list[st
     """Return the value of `protect` in a recipe's text: a single name, else a list."""
     if isinstance(protect, str):
         return protect
-    parts = [each if isinstance(each, str) else list(each) for each in protect]
+    parts = [part if isinstance(part, str) else list(part) for part in protect]
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error's sentence: the most similar known name, and all known names."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error's sentence: the most similar known name, and all known names.
+
+    Args:
+        name: what was asked for.
+        names: all that there are.
+    """
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}? " if close else ". "
-    return f"{hint}There are: {', '.join(known)}."
+    return f"{hint}There are: {', '.join(names)}."
 
 
 def _shorten(text: str) -> str:

@@ -63,7 +63,12 @@ class RecordedFeatures:
         return (*self.sums, *self.moments)
 
     def window(self, feature: SummedFeature, ends_prompt: bool = False) -> int:
-        """Return how many queries before an event a summed feature covers; the event may end the prompt."""
+        """Return how many queries before an event a summed feature covers.
+
+        Args:
+            feature: one of `added_up`.
+            ends_prompt: whether the event is that at the prompt's end.
+        """
         if ends_prompt:
             return feature.window
         width = feature.buffer if isinstance(feature, QueryMoments) else feature.window
@@ -79,7 +84,12 @@ class RecordedFeatures:
 
 
 def moments_nbytes(query_heads: int, head_dim: int) -> int:
-    """Return the bytes of the moments of one request's queries: a mean and a covariance's triangle in float32."""
+    """Return the bytes of the moments of one request's queries: a mean and a covariance's triangle in float32.
+
+    Args:
+        query_heads: query heads of the model.
+        head_dim: numbers of a query.
+    """
     return 4 * query_heads * (head_dim * (head_dim + 1) // 2 + head_dim)
 
 
@@ -117,9 +127,9 @@ class Recording(RecordedFeatures):
             waiting = max(1, min(_MOST, 2 * (keep + every) // (_SHARE * group)))
         heavy = max(moments_nbytes(1, head_dim) // (head_dim * itemsize), waiting)
         moments = tuple(feature for feature in needed.moments if needed.window(feature) > heavy)
-        held = [needed.window(feature) for feature in needed.moments if feature not in moments]
+        direct_windows = [needed.window(feature) for feature in needed.moments if feature not in moments]
         drafts = 0 if every is None else drafts
-        return cls(needed.sums, moments, max([needed.newest, *held]), every, waiting, group, drafts)
+        return cls(needed.sums, moments, max([needed.newest, *direct_windows]), every, waiting, group, drafts)
 
     def __bool__(self) -> bool:
         """Return whether any queries are recorded."""
@@ -175,7 +185,12 @@ class QueryRing:
         return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
 
     def part(self, first: int, layers: int) -> QueryRing:
-        """Return a view of `layers` layers from layer `first` on."""
+        """Return a view of `layers` layers from layer `first` on.
+
+        Args:
+            first: the first of these layers.
+            layers: how many.
+        """
         part = copy.copy(self)
         part._rings = self._rings[first : first + layers]
         part._moments = {
@@ -190,28 +205,58 @@ class QueryRing:
         layers: range,
         queries: Float[Tensor, "layers n query_heads head_dim"],
         slots: Int[Tensor, " n"],
-        places: Int[Tensor, " n"],
+        ring_indices: Int[Tensor, " n"],
     ) -> None:
-        """Write queries into the rings of these layers; a place is a position modulo the ring's size."""
-        self._rings[layers.start : layers.stop, slots, places] = queries
+        """Write queries into the rings of these layers.
+
+        Args:
+            layers: the layers.
+            queries: after rotation.
+            slots: the slot of each query's request.
+            ring_indices: the position of each query modulo the ring's size.
+        """
+        self._rings[layers.start : layers.stop, slots, ring_indices] = queries
 
     def hold(self, layer: int, slot: int, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
-        """Store a copy of queries that are too many for a ring, until `held` removes it."""
+        """Store a copy of queries that are too many for a ring, until `held` removes it.
+
+        Args:
+            layer: the layer.
+            slot: the request's slot.
+            queries: after rotation.
+        """
         self._held[layer, slot] = queries.clone()
 
     def held(self, layers: range, slot: int) -> RecordedQueries:
-        """Remove and return the queries that were held in some layers."""
+        """Remove and return the queries that were held in some layers.
+
+        Args:
+            layers: the layers.
+            slot: the request's slot.
+        """
         return of_step(torch.stack([self._held.pop((layer, slot)) for layer in layers]))
 
     def at(self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]) -> RecordedQueries:
-        """Return queries by reference; nothing is copied."""
+        """Return queries by reference; nothing is copied.
+
+        Args:
+            layers: the layers.
+            slots: the slot of each request.
+            positions: of the queries.
+        """
         rings = self._rings[layers.start : layers.stop]
         return RecordedQueries(rings, slots, positions % rings.shape[2])
 
     def newest(
         self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
     ) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
-        """Return a copy of queries; zero for negative positions."""
+        """Return a copy of queries; zero for negative positions.
+
+        Args:
+            layers: the layers.
+            slots: the slot of each request.
+            positions: of the queries.
+        """
         queries = self._rings[layers.start : layers.stop, slots[:, None], positions % self._rings.shape[2]]
         return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
 
@@ -234,18 +279,30 @@ class QueryRing:
         softmax: Softmax,
         source: QuerySource,
     ) -> None:
-        """Add queries to the moments of their requests, as many layers at a time as fit the workspace."""
+        """Add queries to the moments of their requests, as many layers at a time as fit the workspace.
+
+        Args:
+            feature: the moments' feature.
+            layers: the layers.
+            slots: the slot of each request.
+            queries: of these layers.
+            positions: of the queries.
+            exists: which of the queries exist.
+            fresh: which requests have no moments yet.
+            softmax: the model's softmax.
+            source: tells how queries are rotated.
+        """
         parts, together = self._moments[feature], self.layers_at_once(len(slots))
         for first in range(layers.start, layers.stop, together):
-            some = range(first, min(first + together, layers.stop))
-            of_rows = exists.repeat(len(some), 1)
-            own = queries.of_layers(range(some.start - layers.start, some.stop - layers.start))
-            own = own.masked_fill(~of_rows[:, None, :, None], 0)  # the ring may hold anything
-            moments = self.moments(feature, some, slots, fresh)
-            chunk = Chunk(own, list, positions.repeat(len(some), 1), of_rows, softmax, source=source)
+            layer_range = range(first, min(first + together, layers.stop))
+            of_rows = exists.repeat(len(layer_range), 1)
+            layer_queries = queries.of_layers(range(layer_range.start - layers.start, layer_range.stop - layers.start))
+            layer_queries = layer_queries.masked_fill(~of_rows[:, None, :, None], 0)  # the ring may hold anything
+            moments = self.moments(feature, layer_range, slots, fresh)
+            chunk = Chunk(layer_queries, list, positions.repeat(len(layer_range), 1), of_rows, softmax, source=source)
             feature.add(moments, chunk)
             for name, part in moments.tensors.items():
-                parts[name][some.start : some.stop, slots] = part.unflatten(0, (len(some), -1))
+                parts[name][layer_range.start : layer_range.stop, slots] = part.unflatten(0, (len(layer_range), -1))
 
     def moments(
         self,
@@ -254,7 +311,14 @@ class QueryRing:
         slots: Int[Tensor, " rows"],
         fresh: Bool[Tensor, " rows"] | None = None,
     ) -> Moments:
-        """Return a copy of the moments of some requests; zero for those that are `fresh`."""
+        """Return a copy of the moments of some requests; zero for those that are `fresh`.
+
+        Args:
+            feature: the moments' feature.
+            layers: the layers.
+            slots: the slot of each request.
+            fresh: which requests have no moments yet; None if all have some.
+        """
         parts = self._moments[feature]
         chosen = {name: part[layers.start : layers.stop, slots].flatten(0, 1) for name, part in parts.items()}
         if fresh is not None:

@@ -90,8 +90,8 @@ def register(method: type[Method]) -> type[Method]:
             f"{method.__name__} has the parameter {undeclared[0]!r} and is no dataclass, so that recipes could not set "
             "it: put @dataclass(frozen=True) above the class, below @register."
         )
-    known = METHODS.get(method.name, method)
-    if (known.__module__, known.__qualname__) != (method.__module__, method.__qualname__):
+    registered = METHODS.get(method.name, method)
+    if (registered.__module__, registered.__qualname__) != (method.__module__, method.__qualname__):
         raise RecipeError(f"A method named {method.name!r} is registered already: choose another name.")
     _methods[method.name] = method
     for cached in _of_methods:
@@ -111,11 +111,11 @@ def find(name: str) -> type[Method] | None:
     Raises:
         KeepsetError: a plug-in that may define it cannot be imported.
     """
-    known = METHODS.get(name) or METHODS.get(_SPELLINGS.get(name, ("", {}))[0])
-    if known is None:
+    method = METHODS.get(name) or METHODS.get(_SPELLINGS.get(name, ("", {}))[0])
+    if method is None:
         load_methods()
-        known = METHODS.get(name)
-    return known
+        method = METHODS.get(name)
+    return method
 
 
 def parameters_of(name: str) -> Mapping[str, Any]:
@@ -130,8 +130,8 @@ def load_methods() -> None:
     Raises:
         KeepsetError: a module cannot be imported.
     """
-    if os.environ.get(MODULES) and (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # the last, so that its modules hide no others
+    if os.environ.get(MODULES) and (folder := os.getcwd()) not in sys.path:
+        sys.path.append(folder)  # the last, so that its modules hide no others
     for module in _modules():
         try:
             import_module(module)
@@ -159,8 +159,8 @@ def add(module: str) -> None:
     """
     if not all(part.isidentifier() for part in module.split(".")):
         raise KeepsetError(f"--plugin {module!r} is no name of a module: write one such as my_package.methods.")
-    known = os.environ.get(MODULES)
-    os.environ[MODULES] = f"{known},{module}" if known else module
+    modules = os.environ.get(MODULES)
+    os.environ[MODULES] = f"{modules},{module}" if modules else module
 
 
 def catalogue() -> list[dict[str, Any]]:

@@ -105,10 +105,10 @@ def test_a_text_in_full_names_everything_and_says_the_same(recipe: Recipe) -> No
     assert in_short(full) == shown(full) and Recipe.parse(shown(full)) == recipe
     # Bits that the budget would say anyway are left out.
     assert shown(full) in (str(recipe), re.sub(r"(, )?bits=\d(, )?", lambda m: (m[1] and m[2]) or "", str(recipe)))
-    each: Any = recipe.method
-    while each is not None:
-        assert all(f"{field.name}=" in full for field in dataclasses.fields(each) if field.name != "scorer")
-        each = getattr(each, "scorer", None)
+    step: Any = recipe.method
+    while step is not None:
+        assert all(f"{field.name}=" in full for field in dataclasses.fields(step) if field.name != "scorer")
+        step = getattr(step, "scorer", None)
     for name, value in {**vars(recipe.budget), **vars(recipe.schedule)}.items():
         if name == "recent_extra":  # older files do not name it
             assert ("recent_extra=True" in full) is value and "recent_extra=False" not in full
@@ -144,15 +144,15 @@ def test_a_text_that_leaves_something_out_is_not_in_full(text: str, missing: str
 def test_presets_are_what_files_know_under_their_names() -> None:
     """Files name a preset, not what it is made of: one that comes to be made otherwise takes another name."""
     presets = [kind() for kind in METHODS.values() if issubclass(kind, Preset)]
-    made = {preset.name: in_full(str(Recipe.of(preset.composition))) for preset in presets}
-    rest = "protect_prompt=False, prefill=True"
-    assert made == {
+    compositions = {preset.name: in_full(str(Recipe.of(preset.composition))) for preset in presets}
+    always = "protect_prompt=False, prefill=True"
+    assert compositions == {
         "kvcompose": "composite(second_pass(task='context', statistic='max', aggregate_group='mean', mean_term=True, "
-        f"values='none', chunk=0), aggregate_head='mean', floor=0.0, sinks=0, recent=0, {rest})",
+        f"values='none', chunk=0), aggregate_head='mean', floor=0.0, sinks=0, recent=0, {always})",
         "kvzip": "pool(second_pass(task='repeat', statistic='max', aggregate_group='max', mean_term=False, "
-        f"values='none', chunk=2048), floor=0.0, sinks=0, recent=0, {rest})",
-        "glance": f"pool(prompt_queries(stride=4, second_pass=False), floor=0.2, sinks=4, recent=8, {rest})",
-        "reread": f"pool(prompt_queries(stride=1, second_pass=True), floor=0.2, sinks=4, recent=8, {rest})",
+        f"values='none', chunk=2048), floor=0.0, sinks=0, recent=0, {always})",
+        "glance": f"pool(prompt_queries(stride=4, second_pass=False), floor=0.2, sinks=4, recent=8, {always})",
+        "reread": f"pool(prompt_queries(stride=1, second_pass=True), floor=0.2, sinks=4, recent=8, {always})",
     }
 
 
@@ -160,10 +160,10 @@ def test_presets_are_what_files_know_under_their_names() -> None:
 @given(recipe=recipes(), spaces=st.lists(st.text(" \t\n", max_size=2), min_size=3, max_size=7))
 def test_white_space_means_nothing(recipe: Recipe, spaces: list[str]) -> None:
     space = itertools.cycle(spaces)
-    head, bracket, rest = str(recipe).partition("(")
+    head, bracket, inside = str(recipe).partition("(")
     # A line may end inside the brackets, as everywhere in Python.
     text = next(space) + head + next(space).replace("\n", "") + bracket
-    for letter in rest:
+    for letter in inside:
         text += next(space) + letter + next(space) if letter in "(),=" else letter
     assert Recipe.parse(text) == recipe
 
@@ -296,9 +296,9 @@ snapkv   1 if True else 2   1 < 2   True and 1   (y := 1)   'a'[0]""",
 )
 
 
-@pytest.mark.parametrize(("place", "value"), enumerate([*NO_VALUES, f"0.{'1' * 2000} + 1"]))
-def test_nothing_is_evaluated(place: int, value: str) -> None:
-    name = ("knorm(keep", "snapkv(window", "expected_attention(epsilon", "knorm(prefill")[place % 4]
+@pytest.mark.parametrize(("index", "value"), enumerate([*NO_VALUES, f"0.{'1' * 2000} + 1"]))
+def test_nothing_is_evaluated(index: int, value: str) -> None:
+    name = ("knorm(keep", "snapkv(window", "expected_attention(epsilon", "knorm(prefill")[index % 4]
     assert "is not a plain value" in refusal(f"{name}={value})")
     assert "is not a plain value" in refusal(f"knorm(keep={value})")
 
@@ -394,8 +394,8 @@ def test_a_damaged_recipe_is_a_recipe_or_refused(recipe: Recipe, data: st.DataOb
 def test_select_needs_a_budget() -> None:
     observation = Observation(keys=torch.ones(1, 1, 8, 2), values=torch.ones(1, 1, 8, 2))
     assert Recipe.parse("knorm(keep=0.5)").select(observation).counts.tolist() == [[[4]]]
-    both = r"knorm does not say how much to keep: write knorm\(bytes=0.25\), .* or knorm\(keep=512\)"
-    with pytest.raises(KeepsetError, match=both):
+    message = r"knorm does not say how much to keep: write knorm\(bytes=0.25\), .* or knorm\(keep=512\)"
+    with pytest.raises(KeepsetError, match=message):
         Recipe.parse("knorm").select(observation)
     with pytest.raises(KeepsetError, match=r"does not say how much to keep: write snapkv\(keep=512, every=8\)\.$"):
         Recipe.parse("snapkv(every=8)").select(observation)

@@ -125,7 +125,12 @@ class AMS(Allocator):
         return ranking.keep(mask, credit=credit.where(eventful, observation.state.get("credit", 0.0)))
 
     def segments(self, observation: Observation, budget: Budget) -> Segments:
-        """Return mass, segments and quotas at this event, for diagnostics and tests."""
+        """Return mass, segments and quotas at this event, for diagnostics and tests.
+
+        Args:
+            observation: the layer.
+            budget: the recipe's budget, in entries.
+        """
         mass, _ = self._mass(observation)
         segment, _, parts = self._divided(observation, mass, self.quotas(observation.sizes, budget))
         return Segments(mass, segment, parts)
@@ -161,7 +166,6 @@ class AMS(Allocator):
     def _divided(
         self, observation: Observation, mass: Scores, quotas: Quotas
     ) -> tuple[PerEntry, PerSegment, PerSegment]:
-        """Return the segment of every entry, where segments end, and their quotas."""
         order, filled = observation.valid.cumsum(-1), mass.double().cumsum(-1)
         if self.adaptive:
             ends = segments.cut_by_mass(filled, order, self.segment_mass, self.min_segment, self.max_segment)

@@ -75,6 +75,10 @@ def _filled(quotas: Quotas, existing: Quotas) -> Quotas:
 
     The largest quota is the share of every head, cut to what a head holds. Otherwise heads that got little at one event
     would shrink the layer at the next.
+
+    Args:
+        quotas: of each head.
+        existing: entries that each head holds.
     """
     total = torch.minimum(quotas.amax(-1) * quotas.shape[-1], existing.sum(-1))
     quotas = quotas.minimum(existing)

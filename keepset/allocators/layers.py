@@ -45,29 +45,29 @@ class LayerAllocator(Allocator):
         return ""
 
     @abstractmethod
-    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
+    def divided(self, rankings: Sequence[Ranking], remaining: PerRequest, room: PerLayer) -> PerLayer:
         """Return how many more entries each layer keeps.
 
         Args:
             rankings: the entries of all layers, in order.
-            rest: entries per head to divide among the layers of each request.
+            remaining: entries per head to divide among the layers of each request.
             room: the most that each layer can take.
         """
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer, heads = self.scorer, observations[0].valid.shape[1]
-        rankings = [scorer.ranked(each, budget, scorer.quotas(each.sizes, budget)) for each in observations]
+        rankings = [scorer.ranked(layer, budget, scorer.quotas(layer.sizes, budget)) for layer in observations]
         # Heads that hold different numbers count as their average, rounded up.
-        existing = torch.cat([each.split_layers(-(-each.valid.sum((1, 2)) // heads)) for each in observations], 1)
+        existing = torch.cat([layer.split_layers(-(-layer.valid.sum((1, 2)) // heads)) for layer in observations], 1)
         layers = existing.shape[1]
         total = (total_entries(observations, budget) // heads).clamp(min=layers).minimum(existing.sum(-1))
-        always = torch.cat([each.split_layers(budget.always(each.sizes)) for each in observations], 1).clamp(min=1)
+        always = torch.cat([layer.split_layers(budget.always(layer.sizes)) for layer in observations], 1).clamp(min=1)
         always = always.minimum(existing).minimum(total[:, None] // layers)
         counts = always + self.divided(rankings, total - always.sum(-1), existing - always)
-        parts, split = [], counts.split([len(each.layer_ids) for each in observations], 1)
+        parts, split = [], counts.split([len(layer.layer_ids) for layer in observations], 1)
         for ranking, count in zip(rankings, split, strict=True):
-            seen = ranking.observation
-            quotas = seen.sizes.entries.minimum(seen.merge_layers(count)[:, None])
+            observation = ranking.observation
+            quotas = observation.sizes.entries.minimum(observation.merge_layers(count)[:, None])
             parts.append(scorer.choose(replace(ranking, quotas=quotas)))
         return KeepSet(parts)
 
@@ -103,11 +103,15 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
 
     A fraction is taken of all entries together and then rounded down; it is never less than what always stays. If a
     layer or head has too few entries, others may keep more.
+
+    Args:
+        observations: of all layers, in order.
+        budget: the recipe's budget, in entries.
     """
-    existing = torch.cat([each.split_layers(each.valid.sum((1, 2))) for each in observations], 1).sum(1)
+    existing = torch.cat([layer.split_layers(layer.valid.sum((1, 2))) for layer in observations], 1).sum(1)
     if budget.keep is None:
         return existing
-    heads, first = sum(each.valid.shape[1] * len(each.layer_ids) for each in observations), observations[0]
+    heads, first = sum(layer.valid.shape[1] * len(layer.layer_ids) for layer in observations), observations[0]
     if isinstance(budget.keep, float):
         always, extra = (
             first.split_layers(part)[:, 0] * heads for part in (budget.always(first.sizes), budget.extra(first.sizes))
@@ -183,10 +187,10 @@ class Pyramid(Allocator):
             average = average.where(average < existing, most.minimum(budget.aim(sizes)[:, None]))
         always = average.minimum(budget.always(sizes)[:, None])
         same = torch.zeros_like(always) if self.window else always
-        rest = (average - same).double()
+        remaining = (average - same).double()
         room = (most - same - self.window).double()
-        first = (2 * rest - rest / self.beta).minimum(room)
-        step = 2 * (first - rest) / (layers - 1)
+        first = (2 * remaining - remaining / self.beta).minimum(room)
+        step = 2 * (first - remaining) / (layers - 1)
         depths = sizes.depths[:, None]
 
         def before(depth: Int[Tensor, "batch 1"]) -> Quotas:
@@ -195,7 +199,7 @@ class Pyramid(Allocator):
 
         falling = same + before(depths + 1) - before(depths)
         if self.window:
-            last = 2 * rest - first
+            last = 2 * remaining - first
             falling = falling.where((first >= last) & (last >= always.clamp(min=self.window)), average)
         return falling.minimum(existing)
 
@@ -220,22 +224,26 @@ class Dynamic(LayerAllocator):
     r_max: float = parameter(10.0, minimum=1.0)
     interval: int = parameter(4, minimum=1)
 
-    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
+    def divided(self, rankings: Sequence[Ranking], remaining: PerRequest, room: PerLayer) -> PerLayer:
         layers, heads = room.shape[1], rankings[0].scores.shape[1]
-        mean = rest.double() / layers
-        held = (mean[:, None] * self.r_max).ceil().long().minimum(room)
+        mean = remaining.double() / layers
+        counts = (mean[:, None] * self.r_max).ceil().long().minimum(room)
         # Scores of every head of every layer, without what always stays.
-        divisible = padded([each.scores.masked_fill(each.scores >= RECENT_RANK, float("-inf")) for each in rankings])
-        by_layer = [each.observation.split_layers(scores) for each, scores in zip(rankings, divisible, strict=True)]
+        divisible = padded(
+            [ranking.scores.masked_fill(ranking.scores >= RECENT_RANK, float("-inf")) for ranking in rankings]
+        )
+        by_layer = [
+            ranking.observation.split_layers(scores) for ranking, scores in zip(rankings, divisible, strict=True)
+        ]
         values = torch.cat(by_layer, 1).flatten(1, 2)
         shares = torch.zeros_like(mean)[:, None]
         for so_far in sorted({*range(self.interval, layers, self.interval), layers}):
             most = (mean * so_far * heads).floor().long()
             least = most.new_zeros(most.shape[0], so_far * heads)
             shares = pooled_counts(values[:, : so_far * heads], most, least).unflatten(1, (so_far, heads)).sum(-1)
-            held[:, :so_far] = divide(shares.double(), rest, held[:, :so_far])
+            counts[:, :so_far] = divide(shares.double(), remaining, counts[:, :so_far])
         # After an event layers hold different numbers, and some have no room for what others left them.
-        return held + divide(shares.double(), rest - held.sum(-1), room - held)
+        return counts + divide(shares.double(), remaining - counts.sum(-1), room - counts)
 
 
 @dataclass(frozen=True)
@@ -264,11 +272,13 @@ class ZigZag(LayerAllocator):
     def own_traits(self) -> Traits:
         return replace(super().own_traits, needs=Needs(WindowAttention(self.window)))
 
-    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
-        seen = [ranking.observation for ranking in rankings]
-        minima = torch.cat([each.split_layers(self._minimum(each)) for each in seen], 1)
+    def divided(self, rankings: Sequence[Ranking], remaining: PerRequest, room: PerLayer) -> PerLayer:
+        observations = [ranking.observation for ranking in rankings]
+        minima = torch.cat([layer.split_layers(self._minimum(layer)) for layer in observations], 1)
         uncertainty = minima / minima.sum(-1, keepdim=True)
-        return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / room.shape[1]), self.floor), rest, room)
+        return divide(
+            torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / room.shape[1]), self.floor), remaining, room
+        )
 
     def _minimum(self, observation: Observation) -> Float[Tensor, " batch"]:
         """Return a layer's minimum budget to maintain attention, in entries per head."""

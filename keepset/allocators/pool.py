@@ -45,18 +45,21 @@ class Pool(Allocator):
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer = self.scorer
-        rankings = [scorer.ranked(each, budget, scorer.quotas(each.sizes, budget)) for each in observations]
+        rankings = [scorer.ranked(layer, budget, scorer.quotas(layer.sizes, budget)) for layer in observations]
         ranked = padded([ranking.scores for ranking in rankings])
-        by_head = [each.split_layers(scores).flatten(1, 2) for each, scores in zip(observations, ranked, strict=True)]
+        by_head = [
+            observation.split_layers(scores).flatten(1, 2)
+            for observation, scores in zip(observations, ranked, strict=True)
+        ]
         values = torch.cat(by_head, 1)
         existing = values.isneginf().logical_not().sum(-1)
         heads = existing.shape[-1]
         total = total_entries(observations, budget).clamp(min=heads).minimum(existing.sum(-1))
         least = (self.floor * total.double() / heads).floor().long().clamp(min=1)[:, None].minimum(existing)
-        counts = pooled_counts(values, total, least).split([each.shape[1] for each in by_head], 1)
+        counts = pooled_counts(values, total, least).split([scores.shape[1] for scores in by_head], 1)
         chosen = [
-            (ranking, each.merge_layers(of_heads.unflatten(1, (len(each.layer_ids), -1))))
-            for each, ranking, of_heads in zip(observations, rankings, counts, strict=True)
+            (ranking, observation.merge_layers(of_heads.unflatten(1, (len(observation.layer_ids), -1))))
+            for observation, ranking, of_heads in zip(observations, rankings, counts, strict=True)
         ]
         return KeepSet([scorer.choose(replace(ranking, quotas=quotas)) for ranking, quotas in chosen])
 
@@ -84,21 +87,27 @@ class Composite(LayerAllocator):
     aggregate_head: str = parameter("mean", choices=("max", "mean"))
     floor: float = parameter(0.0, minimum=0.0, maximum=1.0)
 
-    def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
+    def divided(self, rankings: Sequence[Ranking], remaining: PerRequest, room: PerLayer) -> PerLayer:
         padded_scores = padded([ranking.scores for ranking in rankings])
         ranked = [(ranking.observation, scores) for ranking, scores in zip(rankings, padded_scores, strict=True)]
-        values = torch.cat([each.split_layers(self._composite(scores)) for each, scores in ranked], 1)
+        values = torch.cat([observation.split_layers(self._composite(scores)) for observation, scores in ranked], 1)
         # Heads that hold different numbers after an event have as many tokens as they hold on average.
-        exists = [(each, scores.isneginf().logical_not()) for each, scores in ranked]
-        existing = torch.cat([each.split_layers(-(-there.sum((1, 2)) // there.shape[1])) for each, there in exists], 1)
+        exists = [(observation, scores.isneginf().logical_not()) for observation, scores in ranked]
+        existing = torch.cat(
+            [
+                observation.split_layers(-(-entry_exists.sum((1, 2)) // entry_exists.shape[1]))
+                for observation, entry_exists in exists
+            ],
+            1,
+        )
         rank = torch.arange(values.shape[-1], device=values.device) + (existing - room)[..., None]
         values = values.gather(-1, rank.clamp(max=values.shape[-1] - 1))
         values = values.masked_fill(rank >= existing[..., None], float("-inf"))
-        even = rest.double() / room.shape[-1]
+        even = remaining.double() / room.shape[-1]
         least = (self.floor * even[:, None]).floor().long().minimum(room)
         # The first ranks are certain. `pooled_counts` takes the later of equal places, and here places are ranks.
         certain = torch.arange(values.shape[-1], device=values.device) < least[..., None]
-        return pooled_counts(values.masked_fill(certain, float("inf")), rest, least)
+        return pooled_counts(values.masked_fill(certain, float("inf")), remaining, least)
 
     def _composite(self, ranked: Scores) -> Float[Tensor, "batch entries"]:
         """Return the score of each rank, best first; -inf where no head has an entry of that rank.

@@ -58,7 +58,9 @@ class PostProcessor(Allocator):
         chosen = self._chooser.select_all(observations, budget)
         if self.traits.across_layers:
             chosen.count()
-        return KeepSet([self._all_processed(each, chosen.layer(each.layer_ids[0])) for each in observations])
+        return KeepSet(
+            [self._all_processed(observation, chosen.layer(observation.layer_ids[0])) for observation in observations]
+        )
 
     @property
     def _chooser(self) -> Method:
@@ -136,18 +138,20 @@ class Match(PostProcessor):
         # Keys of 8 bits are so exact that a fit to them would be the same.
         format = FORMATS[4] if kept.bits == 4 and not observation.moved_as_stored else None
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
-        known = observation.num_kept if self.traits.equal_heads else None
-        first, sizes = kept.cu_seqlens, kept.heads.host_values if known is None else known
+        host_counts = observation.num_kept if self.traits.equal_heads else None
+        first, sizes = kept.cu_seqlens, kept.heads.host_values if host_counts is None else host_counts
         for rows in _groups_of_similar_size(sizes, device):
             together = upload(rows, device)
-            place = torch.arange(sizes[rows[-1]], device=device)
-            exists = place < kept.counts.flatten()[together, None]
-            packed = (first[together, None] + place).where(exists, 0)
+            order = torch.arange(sizes[rows[-1]], device=device)
+            exists = order < kept.counts.flatten()[together, None]
+            packed = (first[together, None] + order).where(exists, 0)
             chosen = kept.indices[packed]
-            own = replace(softmax, sinks=None if sinks is None else sinks[together])
-            more, fitted = match_attention(problem.of(together), chosen, exists, own, self.ridge, self.biases, format)
+            head_softmax = replace(softmax, sinks=None if sinks is None else sinks[together])
+            added_bias, fitted = match_attention(
+                problem.of(together), chosen, exists, head_softmax, self.ridge, self.biases, format
+            )
             # Empty places add zero to the first entry: looking for them would wait for the device.
-            bias_by_head[together] = bias_by_head[together].scatter_add(1, chosen, more)
+            bias_by_head[together] = bias_by_head[together].scatter_add(1, chosen, added_bias)
             fitted = fitted.to(values.dtype).masked_fill(~exists[..., None], 0.0)
             values.index_add_(0, packed.flatten(), fitted.flatten(0, 1))
         state = {**kept.state, BIAS: bias} if self.biases else kept.state
@@ -172,7 +176,6 @@ class Match(PostProcessor):
 
 
 def _of_queries(sinks: Float[Tensor, "kv_heads group"] | None, problem: FitProblem) -> Float[Tensor, "heads m"] | None:
-    """Return the softmax sink for every reference query of every head of every request."""
     if sinks is None:
         return None
     heads, queries = problem.asked.shape
@@ -183,6 +186,10 @@ def _groups_of_similar_size(counts: Sequence[int], device: torch.device) -> Iter
     """Yield groups of heads that keep about as many entries, so that a fit of a group has little padding.
 
     Groups are wider on devices where launches cost more than padding.
+
+    Args:
+        counts: entries that each head keeps.
+        device: where the fit runs.
     """
     group: list[int] = []
     most = 4.0 if is_async_device(device) else 1.25

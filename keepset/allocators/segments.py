@@ -55,13 +55,23 @@ def cut_by_mass(filled: Scores, order: PerEntry, share: float, shortest: int, lo
 
 
 def cut_by_length(order: PerEntry, length: int) -> PerSegment:
-    """Return where segments of a fixed length end, as the number of entries up to there."""
+    """Return where segments of a fixed length end, as the number of entries up to there.
+
+    Args:
+        order: as for `cut_by_mass`.
+        length: entries of a segment.
+    """
     ends = length * torch.arange(1, -(-order.shape[-1] // length) + 1, device=order.device)
     return order[..., -1:].minimum(ends)
 
 
 def sums(filled: Scores, order: PerEntry, ends: PerSegment) -> Weights:
-    """Return the mass of every segment; `filled` and `order` are as in `cut_by_mass`."""
+    """Return the mass of every segment.
+
+    Args:
+        filled, order: as for `cut_by_mass`.
+        ends: the number of entries up to each segment's end.
+    """
     last = torch.searchsorted(order, ends)
     return filled.gather(-1, last).diff(dim=-1, prepend=torch.zeros_like(filled[..., :1]))
 
@@ -130,7 +140,6 @@ def _rising(ranked: Scores) -> PerEntry:
 
 
 def _sorted_rows(keys: PerEntry, span: int) -> tuple[PerEntry, PerEntry]:
-    """Return every row's keys, which lie within `span` numbers, in rising order, and their places; stable."""
     if keys.numel() < _BY_RADIX:
         return torch.sort(keys, dim=-1, stable=True)
     row = torch.arange(keys[..., 0].numel(), device=keys.device).view(*keys.shape[:2], 1)
@@ -145,6 +154,11 @@ def _far_enough(
 
     From every cut there is one next cut that is far enough. Doubling the steps finds which cuts the path from the
     beginning passes.
+
+    Args:
+        cuts: numbers of entries in rising order.
+        count: entries of each head.
+        shortest: the least entries between cuts.
     """
     number = cuts.shape[-1]
     targets = torch.cat([cuts, torch.zeros_like(count)], -1) + shortest
@@ -159,7 +173,13 @@ def _far_enough(
 
 
 def _divided(ends: Int[Tensor, "batch kv_heads pieces"], longest: int, entries: int) -> PerSegment:
-    """Return where pieces end once each is divided into as few equal parts of at most `longest` as possible."""
+    """Return where pieces end once each is divided into as few equal parts of at most `longest` as possible.
+
+    Args:
+        ends: where pieces end.
+        longest: the most entries of a part.
+        entries: entries of the longest head.
+    """
     begins = F.pad(ends[..., :-1], (1, 0))
     parts = (ends - begins + longest - 1) // longest
     after = parts.cumsum(-1)
@@ -171,7 +191,13 @@ def _divided(ends: Int[Tensor, "batch kv_heads pieces"], longest: int, entries: 
 
 
 def _affordable(total: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights) -> Weights:
-    """Return the minima that `total` pays for, those of most mass first."""
+    """Return the minima that `total` pays for, those of most mass first.
+
+    Args:
+        total: the budget of each head.
+        mass: of each segment.
+        minimum: the least entries of each segment.
+    """
     order = mass.argsort(dim=-1, descending=True, stable=True)
     paid = minimum.gather(-1, order).cumsum(-1) <= total
     return minimum.where(torch.zeros_like(paid).scatter(-1, order, paid), 0.0)
@@ -183,13 +209,18 @@ def _level(
     """Return the factor for which minimum + factor x mass, limited to the length, sums to `total`.
 
     Segments fill up one after another as the factor rises. Between two of these points the sum is a straight line.
+
+    Args:
+        total: the budget of each head.
+        mass: of each segment.
+        minimum, length: the least and the most entries of each segment.
     """
     room = length - minimum
     full, order = (room / mass.clamp(min=1e-300)).sort(-1)
     room, mass = room.gather(-1, order), mass.gather(-1, order)
     slope = mass.flip(-1).cumsum(-1).flip(-1)  # of this segment and those that are full later
     taken = room.cumsum(-1) - room  # by those that are full sooner
-    rest = total - minimum.sum(-1, keepdim=True)
-    line = torch.searchsorted(taken + full * slope, rest).clamp(max=full.shape[-1] - 1)
-    factor = (rest - taken.gather(-1, line)) / slope.gather(-1, line)
+    remaining = total - minimum.sum(-1, keepdim=True)
+    line = torch.searchsorted(taken + full * slope, remaining).clamp(max=full.shape[-1] - 1)
+    factor = (remaining - taken.gather(-1, line)) / slope.gather(-1, line)
     return factor.nan_to_num(0.0).clamp(min=0).minimum(full.gather(-1, line))

@@ -236,7 +236,12 @@ class Budget:
         return bool(self.protect)
 
     def _bounds(self, rows: int, device: torch.device) -> Int[Tensor, "requests bounds"]:
-        """Return the first token and the end of each protected range: one row for all, or a row for each."""
+        """Return the first token and the end of each protected range: one row for all, or a row for each.
+
+        Args:
+            rows: how many requests there are.
+            device: where the result goes.
+        """
         if self.kinds:
             raise BudgetError(f"protect={self.kinds[0]!r} says nothing of positions yet: take Budget.located's budget.")
         return upload(self.ranges, device).flatten()[None]
@@ -276,21 +281,20 @@ class LocatedBudget(Budget):
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> str:
-    """Return a sentence about a number that is no share; if it may be a percentage, the sentence suggests a share."""
     if 2 <= value <= 100:
         allowed = allowed[0].upper() + allowed[1:]
         return f"{name}={value!r} is out of range; did you mean {name}={value / 100:g}? {allowed}."
     return f"{name}={value!r} is out of range: {allowed}."
 
 
-def _protected(given: object) -> tuple[str | tuple[int, int], ...]:
+def _protected(protect: object) -> tuple[str | tuple[int, int], ...]:
     """Return the names in `protect`, then its ranges in order."""
-    parts = [given] if isinstance(given, str) else given
+    parts = [protect] if isinstance(protect, str) else protect
     if not isinstance(parts, list | tuple) or not all(part in KINDS or _is_range(part) for part in parts):
         # Ranges are shown as recipes and requests write them.
-        shown = given
-        if isinstance(given, list | tuple):
-            shown = [list(part) if isinstance(part, tuple) else part for part in given]
+        shown = protect
+        if isinstance(protect, list | tuple):
+            shown = [list(part) if isinstance(part, tuple) else part for part in protect]
         raise BudgetError(
             f"protect={shown!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
             "after the last, as often as needed, or 'image' or 'text'."
@@ -328,6 +332,11 @@ def _is_range(bounds: object) -> bool:
 
 
 def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape"]:
-    """Return each number times a share from 0 to 1, rounded down."""
+    """Return each number times a share from 0 to 1, rounded down.
+
+    Args:
+        counts: numbers from 0 on.
+        share: a share from 0 to 1.
+    """
     # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
     return (counts.double() * share + 1e-9).floor().long()

@@ -41,17 +41,32 @@ class QuerySource(ABC):
 
     @abstractmethod
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
-        """Return this chunk's queries as they were before rotation, float32."""
+        """Return this chunk's queries as they were before rotation, float32.
+
+        Args:
+            queries: queries after rotation.
+            positions: their positions; negative for queries that do not exist.
+        """
 
     @abstractmethod
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
-        """Return a function that rotates rows by the mean rotation of the positions after each request."""
+        """Return a function that rotates rows by the mean rotation of the positions after each request.
+
+        Args:
+            lengths: tokens of each request.
+            future: how many positions after them.
+        """
 
     @abstractmethod
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
-        """Return the queries that the layer makes of other hidden states, at the rotation of `ahead`."""
+        """Return the queries that the layer makes of other hidden states, at the rotation of `ahead`.
 
-    def merged_with(self, others: Sequence[Self]) -> QuerySource:
+        Args:
+            hidden: hidden states as they come to the layer.
+            lengths, future: as for `ahead`.
+        """
+
+    def merged_with(self, following: Sequence[Self]) -> QuerySource:
         """Return the source for these requests and, after them, those of others; in one layer any source will do."""
         return self
 
@@ -82,7 +97,12 @@ class Chunk:
     host_positions: Int[Tensor, "batch n"] | None = None
 
     def every(self, stride: int, request: int) -> Tensor | slice:
-        """Return which of a request's tokens have positions that are multiples of `stride`."""
+        """Return which of a request's tokens have positions that are multiples of `stride`.
+
+        Args:
+            stride: the distance of the positions.
+            request: the row of the batch.
+        """
         if self.start is not None:
             return slice(-self.start % stride, None, stride)
         if self.host_positions is None:
@@ -110,7 +130,7 @@ class Accumulator(ABC):
         """Take in one chunk."""
 
     @abstractmethod
-    def merged_with(self, others: Sequence[Self]) -> Self:
+    def merged_with(self, following: Sequence[Self]) -> Self:
         """Return an accumulator of these requests and, after them, those of others."""
 
     @abstractmethod
@@ -123,7 +143,12 @@ class Accumulator(ABC):
 
 
 def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> QueryHeadScores:
-    """Return one column statistic of several requests, zero where one has no entry; at least `width` entries wide."""
+    """Return one column statistic of several requests, zero where one has no entry; at least `width` entries wide.
+
+    Args:
+        columns: one for each request.
+        width: the least number of entries.
+    """
     longest = max(width, *(column.shape[-1] for column in columns))
     return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])
 
@@ -304,13 +329,13 @@ class Accumulators:
         copied._parts = {cost: copy.copy(part) for cost, part in self._parts.items()}
         return copied
 
-    def merged_with(self, others: Sequence[Accumulators]) -> Accumulators:
+    def merged_with(self, following: Sequence[Accumulators]) -> Accumulators:
         """Return accumulators of these requests and, after them, of others; all have reached their prompt's end."""
-        if not others:
+        if not following:
             return self
         copied = self.fork()
         for cost, part in self._parts.items():
-            copied._parts[cost] = part.merged_with([other._parts[cost] for other in others])
+            copied._parts[cost] = part.merged_with([other._parts[cost] for other in following])
         return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int = 0) -> dict[Feature[Any], Any]:

@@ -96,6 +96,11 @@ class TensorFile:
 
         What a process that was killed has left of a file of this name is removed after a day.
 
+        Args:
+            path: the file.
+            tensors: what it holds, by name.
+            metadata: what can be written as JSON, by name.
+
         Raises:
             KeepsetError: if the file cannot be written, or the path is no regular file.
         """
@@ -211,7 +216,7 @@ class TensorReader:
         self.metadata: dict[str, str] = metadata
         self.layout = {name: _layout(said, 8 + size) for name, said in header.items()}
         end = 8 + size
-        for _, _, start, stop in sorted(self.layout.values(), key=lambda each: each[2:]):
+        for _, _, start, stop in sorted(self.layout.values(), key=lambda entry: entry[2:]):
             if start != end:
                 raise ValueError("tensors overlap, or there is a gap between them")
             end = stop
@@ -257,7 +262,12 @@ def opened(path: Path) -> Iterator[TensorReader]:
 
 
 def below(prefix: str, named: Mapping[str, Part]) -> dict[str, Part]:
-    """Return what has a name that begins with a prefix, by its name without it."""
+    """Return what has a name that begins with a prefix, by its name without it.
+
+    Args:
+        prefix: the beginning of names.
+        named: anything by name.
+    """
     return {name.removeprefix(prefix): part for name, part in named.items() if name.startswith(prefix)}
 
 

@@ -91,7 +91,12 @@ class KeptIndices:
 
     @classmethod
     def of(cls, indices: Tensor, positions: Tensor) -> KeptIndices:
-        """Return an object for indices and positions that are known already."""
+        """Return an object for indices and positions that are known already.
+
+        Args:
+            indices: of the entries that stay, packed head after head.
+            positions: theirs, counted from each request's first token.
+        """
         return cls(lambda: (indices, positions))
 
     @cached_property
@@ -191,6 +196,10 @@ class LayerKeepSet:
     def positions(self, request: int, head: int) -> Int[Tensor, " kept"]:
         """Return the sorted original positions that one KV head of one request keeps.
 
+        Args:
+            request: the row of the batch.
+            head: the KV head.
+
         Raises:
             KeepsetError: if there is no such request or head.
         """
@@ -254,6 +263,11 @@ class KeepSet:
     def positions(self, layer: int, request: int, head: int) -> Int[Tensor, " kept"]:
         """Return the sorted original positions that one KV head of one request keeps in one layer.
 
+        Args:
+            layer: the layer's index in the model.
+            request: the row of the batch.
+            head: the KV head.
+
         Raises:
             KeepsetError: if there is no such layer, request or head.
         """
@@ -263,17 +277,17 @@ class KeepSet:
         """Return a mask over the positions from 0 on: true at every kept one, layers in the order of `layers`."""
         return torch.stack([kept.mask(length) for kept in self._layers.values()])
 
-    def count(self, beside: Sequence[LazyHostInts] = ()) -> KeepSet:
+    def count(self, numbers: Sequence[LazyHostInts] = ()) -> KeepSet:
         """Return this set once the host knows how many entries each head keeps; wait at most once per device.
 
         Args:
-            beside: more numbers that the host reads in the same wait.
+            numbers: more numbers that the host reads in the same wait.
 
         Raises:
             KeepsetError: if a method has kept more or fewer entries than its quotas say.
         """
         heads = [kept.heads for kept in self._layers.values()]
-        LazyHostInts.read([*heads, *beside, *(NAN_NOTICED.get() or ())])
+        LazyHostInts.read([*heads, *numbers, *(NAN_NOTICED.get() or ())])
         if any(counts.expected not in (None, sum(counts.host_values)) for counts in heads):
             raise KeepsetError(
                 "A method kept another number of entries than its quotas say: its traits must say that counts come "
@@ -346,7 +360,6 @@ class KeepSet:
 
 
 def _share(part: Mask, whole: Mask) -> Float[Tensor, "batch kv_heads"]:
-    """Return the size of a mask's part as a share of the mask; 1 where the mask is empty."""
     return part.sum(-1).float() / whole.sum(-1).clamp(min=1) + (whole.sum(-1) == 0).float()
 
 
@@ -363,7 +376,12 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
 
 
 def _true_places(mask: Bool[Tensor, " places"], heads: HeadCounts) -> Int[Tensor, " total"]:
-    """Return the indices where a mask is true; their known number avoids a wait for the device."""
+    """Return the indices where a mask is true; their known number avoids a wait for the device.
+
+    Args:
+        mask: any.
+        heads: how many are true in each head.
+    """
     if mask.device.type == "cpu":
         return mask.nonzero()[:, 0]
     total = heads.total

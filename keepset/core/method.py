@@ -44,6 +44,12 @@ def parameter(
     """Return a dataclass field for a hyper-parameter of a method, with the paper's value as its default.
 
     A value that is not allowed raises RecipeError when the method is made.
+
+    Args:
+        default: the paper's value.
+        minimum, maximum: the range of a number; None for no bound.
+        odd: whether an even number is refused.
+        choices: the allowed values of a text or number; empty for any.
     """
     allowed = {"minimum": minimum, "maximum": maximum, "odd": odd, "choices": tuple(choices)}
     return dataclasses.field(default=default, metadata=allowed)
@@ -118,17 +124,38 @@ class Method(ABC):
         They move with the entries and are `observation.state` at the next event. So do the numbers of
         `observation.state` under other names, unchanged.
 
+        Args:
+            observation: the layer, or several layers as rows of one batch.
+            scores: what `score` has returned of it.
+
         Returns:
             Tensors `[batch, kv_heads, entries]` by their names, which the traits list as `state_names`.
         """
         return {}
 
     def quotas(self, sizes: Sizes, budget: Budget) -> Quotas:
-        """Return how many entries each KV head of a layer keeps; if heads differ, their average."""
+        """Return how many entries each KV head of a layer keeps; if heads differ, their average.
+
+        Args:
+            sizes: lengths and numbers of entries of a layer, or of several.
+            budget: the recipe's budget, in entries.
+
+        Returns:
+            Numbers of entries, `[batch, kv_heads]`.
+        """
         return budget.quotas(sizes)
 
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
-        """Return the layer's entries in order: those that always stay first, holes last."""
+        """Return the layer's entries in order: those that always stay first, holes last.
+
+        Args:
+            observation: the layer, or several layers as rows of one batch.
+            budget: the recipe's budget, in entries.
+            quotas: what `quotas` has returned.
+
+        Raises:
+            KeepsetError: scores are no tensor, or of another shape than `[batch, kv_heads, entries]`.
+        """
         scores = self.score(observation)
         if not isinstance(scores, Tensor):
             raise KeepsetError(
@@ -174,7 +201,12 @@ class Method(ABC):
         return KeepSet(kept)
 
     def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
-        """Raise RecipeError if a parameter has a value that is not allowed; convert ints of float parameters."""
+        """Raise RecipeError if a parameter has a value that is not allowed; convert ints of float parameters.
+
+        Args:
+            field: the parameter.
+            kind: its type.
+        """
         value, allowed = getattr(self, field.name), field.metadata
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(self, field.name, value := float(value))
@@ -189,8 +221,8 @@ class Method(ABC):
             raise RecipeError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
         choices = allowed.get("choices")
         if choices and value is not None and value not in choices:
-            known = ", ".join(map(repr, choices))
-            raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
+            listed = ", ".join(map(repr, choices))
+            raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {listed}.")
 
 
 @dataclass(frozen=True)

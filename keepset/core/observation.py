@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -30,7 +30,6 @@ _AT_ONCE = 2**24
 """The most numbers of keys that are read at a time, unless one head has more: 64 MiB in float32."""
 
 
-@dataclass(frozen=True, eq=False, init=False)
 class Observation:
     """One layer at one compression event, for all requests of a batch: everything that a method may read.
 
@@ -70,22 +69,6 @@ class Observation:
         KeepsetError: if the observation's layers are no neighbours among all layers.
     """
 
-    keys: Float[Tensor, "batch kv_heads entries head_dim"]
-    values: Float[Tensor, "batch kv_heads entries value_dim"]
-    queries: Float[Tensor, "batch query_heads window head_dim"] | None
-    positions: Int[Tensor, "batch kv_heads entries"]
-    valid: Bool[Tensor, "batch kv_heads entries"]
-    lengths: Int[Tensor, " batch"]
-    prompts: Int[Tensor, " batch"]
-    query_positions: Int[Tensor, "batch window"] | None
-    features: Mapping[Feature[Any], Any]
-    softmax: Softmax
-    layer_ids: tuple[int, ...]
-    layers: tuple[int, ...]
-    state: Mapping[str, Tensor]
-    num_kept: Sequence[int] | None
-    entry_bytes: int
-    entry_sizes: tuple[int, int]
     moved_as_stored: ClassVar[bool] = False
     """Whether entries are moved as stored. `keys` are then those that attention will read, also in few bits."""
 
@@ -113,41 +96,35 @@ class Observation:
         entry_sizes: tuple[int, int] | None = None,
     ) -> None:
         shape, device, whole = keys.shape[:3], keys.device, valid is None
-        if entry_bytes is None:
-            entry_bytes = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-        layer_ids = (layer,) if layer_ids is None else tuple(layer_ids)
-        valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
-        positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
-        lengths = positions.masked_fill(~valid, -1).amax((1, 2)) + 1 if lengths is None else lengths
+        self.keys, self.values, self.queries = keys, values, queries
+        self.valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
+        self.positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
+        self.lengths = self.positions.masked_fill(~self.valid, -1).amax((1, 2)) + 1 if lengths is None else lengths
+        self.prompts = self.lengths if prompts is None else prompts
         if queries is not None and query_positions is None:
             window = queries.shape[2]
-            query_positions = lengths[:, None] - window + torch.arange(window, device=device)
-        vars(self).update(
-            keys=keys,
-            values=values,
-            queries=queries,
-            positions=positions,
-            valid=valid,
-            lengths=lengths,
-            prompts=lengths if prompts is None else prompts,
-            query_positions=query_positions,
-            features=features or {},
-            softmax=Softmax(keys.shape[-1] ** -0.5) if softmax is None else softmax,
-            layer_ids=layer_ids,
-            layers=layer_ids if layers is None else tuple(layers),
-            state=state or {},
-            num_kept=num_kept,
-            entry_bytes=entry_bytes,
-            entry_sizes=(keys.shape[-1], values.shape[-1]) if entry_sizes is None else entry_sizes,
-        )
+            query_positions = self.lengths[:, None] - window + torch.arange(window, device=device)
+        self.query_positions = query_positions
+        self.features: Mapping[Feature[Any], Any] = features or {}
+        self.softmax = Softmax(keys.shape[-1] ** -0.5) if softmax is None else softmax
+        self.layer_ids = (layer,) if layer_ids is None else tuple(layer_ids)
+        self.layers = self.layer_ids if layers is None else tuple(layers)
+        self.state: Mapping[str, Tensor] = state or {}
+        self.num_kept = num_kept
+        if entry_bytes is None:
+            entry_bytes = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
+        self.entry_bytes = entry_bytes
+        self.entry_sizes = (keys.shape[-1], values.shape[-1]) if entry_sizes is None else entry_sizes
         if count is not None or whole:
-            vars(self)["count"] = keys.shape[:3].numel() if count is None else count
+            self.count = shape.numel() if count is None else count
         if longest is not None:
-            vars(self)["longest"] = longest
-        if layer_ids[0] not in self.layers:
-            raise KeepsetError(f"Layer {layer_ids[0]} is not among the observed layers {self.layers}.")
-        if self.layers[self.observed] != layer_ids:
-            raise KeepsetError(f"The layers {layer_ids} are no neighbours among the observed layers {self.layers}.")
+            self.longest = longest
+        if self.layer_ids[0] not in self.layers:
+            raise KeepsetError(f"Layer {self.layer_ids[0]} is not among the observed layers {self.layers}.")
+        if self.layers[self.observed] != self.layer_ids:
+            raise KeepsetError(
+                f"The layers {self.layer_ids} are no neighbours among the observed layers {self.layers}."
+            )
 
     @cached_property
     def count(self) -> int:
@@ -189,7 +166,7 @@ class Observation:
         """Return the same observation with more features."""
         extended = copy.copy(self)
         vars(extended).pop("_made", None)
-        vars(extended)["features"] = {**self.features, **features}
+        extended.features = {**self.features, **features}
         return extended
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
@@ -223,29 +200,34 @@ class Observation:
         parts = [look(slice(first, first + at_once)) for first in range(0, kv_heads, at_once)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def codes_by(self, networks: Networks, known: Scores | None = None) -> Scores:
+    def codes_by(self, networks: Networks, earlier_codes: Scores | None = None) -> Scores:
         """Return the code of every entry by the networks of its layer and head, in float32; 0 for holes.
 
         Args:
             networks: of the observed layers.
-            known: the codes that were computed before, 0 for entries that have none; only the latter are read.
+            earlier_codes: the codes that were computed before, 0 for entries that have none; only the latter are read.
         """
-        new = self.valid if known is None else self.valid & (known == 0)
-        codes = self._codes_in_place(new, networks, known)
+        new = self.valid if earlier_codes is None else self.valid & (earlier_codes == 0)
+        codes = self._codes_in_place(new, networks, earlier_codes)
         if codes is not None:
             return codes
 
         def look(heads: slice) -> Tensor:
-            coded = None if known is None else known[:, heads]
+            coded = None if earlier_codes is None else earlier_codes[:, heads]
             parts = self.keys_of(heads), self.values_of(heads), self.positions[:, heads], new[:, heads]
             return entry_codes(*parts, networks.of_heads(heads), coded)
 
         return self.over_heads(look)
 
     def _codes_in_place(
-        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
+        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, earlier_codes: Scores | None
     ) -> Scores | None:
-        """Return the result of `codes_by` if entries can be read where they lie, without a copy; else None."""
+        """Return the result of `codes_by` if entries can be read where they lie, without a copy; else None.
+
+        Args:
+            new: which entries have no code yet.
+            networks, earlier_codes: as in `codes_by`.
+        """
         return None
 
     @cached_property
@@ -465,9 +447,8 @@ class LazyObservation(Observation):
         # Tensors of the right shape that take no memory.
         nothing = torch.empty((), dtype=dtype, device=device)
         super().__init__(keys=nothing.expand(*shape, head_dim), values=nothing.expand(*shape, value_dim), **parts)
-        attributes = vars(self)
-        del attributes["keys"], attributes["values"]
-        attributes.update(head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+        del vars(self)["keys"], vars(self)["values"]
+        self.head_dim, self.value_dim, self.dtype = head_dim, value_dim, dtype
 
     @cached_property
     def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:  # type: ignore[override]

@@ -20,25 +20,43 @@ def inverse(cos: Planes, sin: Planes) -> tuple[Planes, Planes]:
     """Return the cosines and sines of the rotation that undoes another one.
 
     Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.
+
+    Args:
+        cos, sin: of the rotation.
     """
     squared_scale = cos.square() + sin.square()
     return cos / squared_scale, -sin / squared_scale
 
 
 def positions_ahead(lengths: Int[Tensor, " batch"], future: int) -> Int[Tensor, "batch {future}"]:
-    """Return the next positions of each request."""
+    """Return the next positions of each request.
+
+    Args:
+        lengths: tokens of each request.
+        future: how many positions.
+    """
     return lengths[:, None] + torch.arange(future, device=lengths.device)
 
 
 def mean_rotation(
     cos: Float[Tensor, "batch n planes"], sin: Float[Tensor, "batch n planes"]
 ) -> tuple[Float[Tensor, "batch 1 planes"], Float[Tensor, "batch 1 planes"]]:
-    """Return cosines and sines of the mean rotation over positions: rotation is linear in both."""
+    """Return cosines and sines of the mean rotation over positions: rotation is linear in both.
+
+    Args:
+        cos, sin: of the rotation at each position.
+    """
     return cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
 
 
 def matches_unrotated(queries: Tensor, unrotated: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether queries with their rotation undone equal the model's unrotated ones, as far as a type is exact."""
+    """Return whether queries with their rotation undone equal the model's unrotated ones, as far as a type is exact.
+
+    Args:
+        queries: `[batch, heads, n, head_dim]`, rotated back.
+        unrotated: what the model itself makes without rotation.
+        dtype: the type of the model's products.
+    """
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     scale = float(unrotated.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
     # A text whose numbers overflow says nothing about the model.
@@ -58,12 +76,23 @@ class RotaryTable:
         self._table, self._halves, self._first = table, halves, first
 
     def undo(self, queries: Rows, positions: Int[Tensor, "batch n"]) -> Rows:
-        """Return queries as they were before rotation, in float32."""
+        """Return queries as they were before rotation, in float32.
+
+        Args:
+            queries: after rotation.
+            positions: theirs; any for queries that do not exist.
+        """
         cos, sin = self._table[positions][:, None].float().chunk(2, -1)
         return self._rotate(queries.float(), *inverse(cos, sin))
 
     def rotate_ahead(self, rows: Rows, lengths: Int[Tensor, " batch"], future: int) -> Rows:
-        """Return rows under the mean rotation of the next `future` positions of each request."""
+        """Return rows under the mean rotation of the next `future` positions of each request.
+
+        Args:
+            rows: of each request.
+            lengths: tokens of each request.
+            future: how many positions.
+        """
         cos, sin = mean_rotation(*self._at(positions_ahead(lengths, future)))
         return self._rotate(rows, cos[:, None], sin[:, None])
 

@@ -76,7 +76,6 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
 
 
 def _refuse_nan(ranked: Scores, observation: Observation) -> None:
-    """Refuse scores of NaN among those that are compared with others."""
     if bool((ranked == _NAN_RANK).any()):
         if any(
             bool((rows.isnan().any(-1) & observation.valid).any()) for rows in (observation.keys, observation.values)
@@ -105,7 +104,6 @@ def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"
 def _best_by_value(
     ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]
 ) -> Bool[Tensor, "*rows entries"]:
-    """Return `top_mask` on a CPU, where NumPy sorts numbers ten times as fast as PyTorch finds their order."""
     ascending, last = torch.from_numpy(np.sort(ranked.detach().numpy(), axis=-1)), ranked.shape[-1] - 1
     worst = ascending.gather(-1, (last + 1 - quotas).clamp(0, last)[..., None])
     chosen, equal = ranked >= worst, ranked == worst
@@ -116,7 +114,6 @@ def _best_by_value(
 def _best_by_order(
     ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]
 ) -> Bool[Tensor, "*rows entries"]:
-    """Return `top_mask` in few launches."""
     last = ranked.shape[-1] - 1
     best_first = last - ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     chosen = torch.arange(last + 1, device=ranked.device) < quotas[..., None]
@@ -127,6 +124,10 @@ def round_to_total(shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*ro
     """Round shares that sum to a total, up to rounding errors, to whole numbers that sum to it exactly.
 
     The largest remainders are rounded up; of equal ones the earlier.
+
+    Args:
+        shares: numbers from 0 on.
+        total: whole numbers, the sums of the shares.
     """
     floors = shares.floor()
     missing = total - floors.sum(-1).long()

@@ -97,17 +97,27 @@ def scores_at(
 
 
 def _interpolated(
-    knots: Float[Tensor, "*rows knots"], places: Float[Tensor, "*#rows entries"]
+    knots: Float[Tensor, "*rows knots"], points: Float[Tensor, "*#rows entries"]
 ) -> Float[Tensor, "*rows entries"]:
-    """Return values at places between knots, by linear interpolation between the two neighbouring knots."""
-    below = places.long().expand(*knots.shape[:-1], -1)
+    """Return values at places between knots, by linear interpolation between the two neighbouring knots.
+
+    Args:
+        knots: values at 0, 1, 2 and so on.
+        points: where to look, from 0 on.
+    """
+    below = points.long().expand(*knots.shape[:-1], -1)
     rise = F.pad(knots.diff(dim=-1), (0, 1))
     at_zero = knots - rise * torch.arange(knots.shape[-1], device=knots.device)
-    return at_zero.gather(-1, below).addcmul_(rise.gather(-1, below), places)
+    return at_zero.gather(-1, below).addcmul_(rise.gather(-1, below), points)
 
 
 def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:
-    """Return the interpolation weights of the knots 1, 2, 4, ... at distances or lengths."""
+    """Return the interpolation weights of the knots 1, 2, 4, ... at distances or lengths.
+
+    Args:
+        numbers: distances or lengths from 1 on.
+        knots: how many knots there are.
+    """
     knot_positions = _places(numbers, knots - 1)[:, None]
     return (1 - (knot_positions - torch.arange(knots, device=numbers.device)).abs()).clamp(min=0)
 
@@ -174,7 +184,13 @@ class RowStatistics:
         distances: Int[Tensor, "batch #kv_heads entries"],
         lengths: Int[Tensor, " batch"],
     ) -> Float[Tensor, "batch kv_heads entries"]:
-        """Return the scores of entries at distances from the end of the text, 1 for the newest token."""
+        """Return the scores of entries at distances from the end of the text, 1 for the newest token.
+
+        Args:
+            codes: of the entries.
+            distances: of the entries from the end of the text.
+            lengths: tokens of each request.
+        """
         return scores_at(codes, self._take("age"), distances, lengths)
 
     @cached_property
@@ -183,7 +199,12 @@ class RowStatistics:
         return self.partner != torch.arange(self.partner.shape[-1], device=self.partner.device)
 
     def rotate(self, rows: Rows, positions: Int[Tensor, "batch places"]) -> Rows:
-        """Return rows under the mean rotation of several positions: rotation is linear in cosines and sines."""
+        """Return rows under the mean rotation of several positions: rotation is linear in cosines and sines.
+
+        Args:
+            rows: any number of them for each row of the batch.
+            positions: over which the rotation is averaged.
+        """
         angles = positions[..., None] * self._take("frequency").double()[:, None]
         cos, sin = (self.gain * part.mean(1).float() for part in (angles.cos(), angles.sin()))
         return rows * cos[:, None, None] + self._partners(rows) * sin[:, None, None]
@@ -243,7 +264,16 @@ class Statistics:
     name: str = ""
 
     def check(self, layers: tuple[int, ...], kv_heads: int, head_dim: int | None = None) -> None:
-        """Raise KeepsetError if a model has other layers, KV heads or key sizes than the one they were measured on."""
+        """Check that they were measured on a model of this shape.
+
+        Args:
+            layers: indices of the compressed layers.
+            kv_heads: KV heads of a layer.
+            head_dim: numbers of a key; None if it is not known.
+
+        Raises:
+            KeepsetError: they were not.
+        """
         heads, size = next(iter(self.layers.values())).direction.shape
         file_shape = len(self.layers), heads, None if head_dim is None else size
         ours = len(layers), kv_heads, head_dim
@@ -277,7 +307,12 @@ class Statistics:
         )
 
     def on(self, device: torch.device, name: str) -> Tensor:
-        """Return a field of the layers' statistics or predictors, and keep it on the device."""
+        """Return a field of the layers' statistics or predictors, and keep it on the device.
+
+        Args:
+            device: where the result is.
+            name: of the field.
+        """
         holders = self.predictors if name in Predictor._fields else self.layers
 
         def make() -> Tensor:
@@ -321,7 +356,12 @@ def _shape(layers: int, kv_heads: int, head_dim: int | None) -> str:
 
 
 def offer(model: str, make: Callable[[], Path]) -> None:
-    """Register a function that returns the file of a model's statistics, made if it does not exist."""
+    """Register a function that returns the file of a model's statistics, made if it does not exist.
+
+    Args:
+        model: the model's name or folder.
+        make: returns the file's path; called at the first use.
+    """
     _offers[model] = make
 
 
@@ -385,7 +425,6 @@ def _layer(file: Any, index: int) -> LayerStatistics:
 
 
 def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Tensor]:
-    """Return the gates of all layers, or none."""
     gate_names = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
     if not any(gate_name in file for gate_name in gate_names.values()):
         return {}
@@ -398,7 +437,6 @@ def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Te
 
 
 def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Predictor]:
-    """Return the networks of all layers, or none."""
     tensor_names = {index: [f"layers.{index}.{name}" for name in Predictor._fields] for index in layers}
     if not any(tensor_name in file for names in tensor_names.values() for tensor_name in names):
         return {}
@@ -423,7 +461,12 @@ def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, P
 
 
 def save(statistics: Statistics, path: Path) -> None:
-    """Write statistics to a file, whole or not at all; raise KeepsetError if it cannot be written."""
+    """Write statistics to a file, whole or not at all; raise KeepsetError if it cannot be written.
+
+    Args:
+        statistics: what to write.
+        path: the file.
+    """
     # Cloned: layers may share tensors, and a file may not.
     tensors = {
         f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)

@@ -59,7 +59,11 @@ class Tables:
     name: str = ""
 
     def check(self, layers: int, query_heads: int) -> None:
-        """Raise KeepsetError if a model has another number of layers or query heads."""
+        """Raise KeepsetError if a model has another number of layers or query heads.
+
+        Args:
+            layers, query_heads: of the model.
+        """
         compiled = self.weights.shape[1:]
         if compiled != (layers, query_heads):
             raise KeepsetError(
@@ -89,7 +93,12 @@ class Tables:
     def bins(
         self, entropy: Float[Tensor, " batch"], perplexity: Float[Tensor, " batch"]
     ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
-        """Return the bins of both risks, of entropy in nats and perplexity; NaN counts as the highest risk."""
+        """Return the bins of both risks, of entropy in nats and perplexity; NaN counts as the highest risk.
+
+        Args:
+            entropy: of each request, in nats.
+            perplexity: of each request.
+        """
         pairs = (entropy, self.entropy_edges), (perplexity, self.perplexity_edges)
         of_entropy, of_perplexity = (
             (upload(edges, risk.device) <= risk.nan_to_num(torch.inf)[:, None]).sum(-1) for risk, edges in pairs
@@ -98,7 +107,13 @@ class Tables:
 
 
 def neutral(layers: int, query_heads: int, threshold: float, budgets: Sequence[int] = (1,)) -> Tables:
-    """Return tables that prefer no head and no text: all weights are 1, and there is one threshold."""
+    """Return tables that prefer no head and no text: all weights are 1, and there is one threshold.
+
+    Args:
+        layers, query_heads: of the model.
+        threshold: the one threshold.
+        budgets: the budgets for which tables are made, in entries.
+    """
     return Tables(
         weights=torch.ones(len(budgets), layers, query_heads, dtype=torch.float32),
         gate=torch.full((len(budgets), layers, ENTROPY_BINS, PERPLEXITY_BINS), threshold, dtype=torch.float32),
@@ -119,7 +134,12 @@ def load(file: str) -> Tables:
 
 
 def save(tables: Tables, path: Path) -> None:
-    """Write tables to a file, whole or not at all; raise KeepsetError if it cannot be written."""
+    """Write tables to a file, whole or not at all; raise KeepsetError if it cannot be written.
+
+    Args:
+        tables: what to write.
+        path: the file.
+    """
     layers, heads = tables.weights.shape[1:]
     shape = {"format": FORMAT, "layers": layers, "query_heads": heads}
     tensors = {name: getattr(tables, name).contiguous() for name in _TYPES}
@@ -157,9 +177,14 @@ def _check(tables: Tables) -> None:
         raise ValueError
 
 
-def _relative(wanted: int, existing: int) -> Int[Tensor, " wanted"]:
-    """Return for each of `wanted` places the one at the same relative place among `existing` ones."""
-    sample_points = torch.arange(wanted, dtype=torch.float64) * (existing - 1) / max(wanted - 1, 1)
+def _relative(length: int, existing: int) -> Int[Tensor, " length"]:
+    """Return for each of `length` places the one at the same relative place among `existing` ones.
+
+    Args:
+        length: how many places are asked for.
+        existing: how many there are.
+    """
+    sample_points = torch.arange(length, dtype=torch.float64) * (existing - 1) / max(length - 1, 1)
     return (sample_points + 0.5).floor().long()
 
 

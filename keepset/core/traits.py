@@ -61,11 +61,18 @@ class Traits:
         numbers and `extra_bytes`. It is counted for models of every type and under every runtime, so that the same
         recipe keeps the same entries everywhere. Paged runtimes allocate less if no event follows (no position), and a
         model of 32 bits takes more.
+
+        Args:
+            key_size, value_size: numbers of a key and of a value.
         """
         return self.layer_bytes(key_size, value_size) + COLUMN_BYTES * len(self.state_names)
 
     def layer_bytes(self, key_size: int, value_size: int) -> int:
-        """Return the bytes of one entry without the method's own numbers; a residual adds as many."""
+        """Return the bytes of one entry without the method's own numbers; a residual adds as many.
+
+        Args:
+            key_size, value_size: numbers of a key and of a value.
+        """
         stored = -(-self.key_bits * key_size // 8) + -(-self.value_bits * value_size // 8)
         return stored + self.extra_bytes + COLUMN_BYTES
 
@@ -99,7 +106,12 @@ class Traits:
 
 
 def combine(outer: Traits, inner: Traits) -> Traits:
-    """Return the traits of a method together with those of the method inside it."""
+    """Return the traits of a method together with those of the method inside it.
+
+    Args:
+        outer: of an allocator or post-processor.
+        inner: of the method inside it.
+    """
     return Traits(
         needs=inner.needs | outer.needs,
         sinks=max(inner.sinks, outer.sinks),

@@ -278,7 +278,13 @@ Attend = Callable[[AttentionInput], Tensor]
 
 
 def set_pending_attention(attend: Attend, key: Tensor, value: Tensor) -> None:
-    """Attach the function that attends to keys to these keys, so that `keepset_attention` finds it."""
+    """Attach the function that attends to keys to these keys, so that `keepset_attention` finds it.
+
+    Args:
+        attend: the function, which gets the tokens with these keys and values.
+        key: `[batch, kv_heads, n, head_dim]`; the very tensor that the attention module passes on.
+        value: `[batch, kv_heads, n, value_dim]`; another one is refused.
+    """
     vars(key)[_NOTE] = attend, value
 
 
@@ -292,12 +298,17 @@ _pending = _Pending()
 
 
 def set_pending_latents(attend: Attend, layer: int, latent: Tensor) -> None:
-    """Leave the function that attends to latents for `keepset_attention`, which cannot find it by the module's keys."""
+    """Leave the function that attends to latents for `keepset_attention`, which cannot find it by the module's keys.
+
+    Args:
+        attend: the function, which gets the tokens with the keys and values that the module makes.
+        layer: the layer's index in the model.
+        latent: what the layer caches of the tokens, `[batch, 1, n, latent]`.
+    """
     _pending.latents = layer, (len(latent), latent.shape[2]), attend
 
 
 def _latent_attention(module: nn.Module, key: Tensor) -> Attend | None:
-    """Return the function that `set_pending_latents` left for this call."""
     left, _pending.latents = _pending.latents, None
     if left is None or (getattr(module, "layer_idx", None), (len(key), key.shape[2])) != left[:2]:
         return None
@@ -456,7 +467,7 @@ class MaskRule:
             "This model changes its attention mask in every layer, by what it looks at, which keepset does not support."
         )
 
-    def __radd__(self, other: Any) -> Never:
+    def __radd__(self, logits: Any) -> Never:
         """Refuse to be added to logits, which attention that a model computes itself would do.
 
         Raises:
@@ -543,7 +554,12 @@ def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
 
 
 def narrow_mask(mask: Tensor, end: int) -> KeepsetError:
-    """Return the error for a mask of fewer tokens than the `end` of cache and input."""
+    """Return the error for a mask of fewer tokens than the `end` of cache and input.
+
+    Args:
+        mask: `[batch, tokens]`.
+        end: tokens of the cache and of the input.
+    """
     return KeepsetError(
         f"The attention mask covers {mask.shape[-1]} tokens but the cache and the input are {end}: "
         f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "

@@ -120,7 +120,16 @@ class _Batch(Forwards, TransformersCache):
 def _attend_together(
     stores: Mapping[int, EntryStore], new: AttentionInput, positions: Int[Tensor, "rows n"]
 ) -> Float[Tensor, "rows n query_heads value_dim"]:
-    """Store new tokens and attend from each row to its own store."""
+    """Store new tokens and attend from each row to its own store.
+
+    Args:
+        stores: entries by row.
+        new: tokens of all rows.
+        positions: their positions.
+
+    Returns:
+        Attention's output; zero in rows without a store.
+    """
     _, query_heads, n, _ = new.query.shape
     by_kind: dict[tuple[torch.dtype, torch.dtype], dict[int, EntryStore]] = defaultdict(dict)
     for row, store in stores.items():

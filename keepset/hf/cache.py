@@ -7,8 +7,8 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Never
@@ -22,7 +22,7 @@ from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.keep_set import NAN_NOTICED, KeepSet, LayerKeepSet, LazyHostInts
-from keepset.core.method import forecast_quotas
+from keepset.core.method import Method, forecast_quotas
 from keepset.core.observation import Observation
 from keepset.core.traits import FULL_BYTES
 from keepset.defaults import ANSWERED_AT_ONCE, default_recipe
@@ -35,6 +35,7 @@ from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
 from keepset.hf.model_support import check_model
 from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.progress import Event
+from keepset.hf.store import StoredObservation
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
 
@@ -105,7 +106,7 @@ class Cache(ObservedCache):
         self.history = history
         self.observer = observer
         # Events that some layers have not reached yet, by length.
-        self._unfinished: dict[int, _UnfinishedEvent] = {}
+        self._unfinished: dict[int, CompressionEvent] = {}
         # The arguments and the result of the newest `_num_kept`.
         self._forecast: tuple[tuple[Any, ...], list[list[int]]] | None = None
         # The arguments and the result of the newest `_budget`.
@@ -338,7 +339,12 @@ class Cache(ObservedCache):
         self._unfinished.clear()
 
     def _num_kept(self, layer: LayerState, up_to_event: AttentionInput) -> Sequence[int] | None:
-        """Return how many entries of each head will stay, so that the host need not wait for the device."""
+        """Return how many entries of each head will stay, so that the host need not wait for the device.
+
+        Args:
+            layer: the layer.
+            up_to_event: the tokens up to the event.
+        """
         progress, method = self.progress, self.recipe.method
         if not (is_async_device(up_to_event.key.device) and method.traits.count_known_on_host):
             return None
@@ -372,62 +378,103 @@ class Cache(ObservedCache):
     def _choose(self, observations: list[Observation]) -> None:
         """Compress the observed layers: one by one, or together where the method looks across them."""
         assert self.progress is not None and self.progress.compressed_at is not None
-        method, length, before = self.recipe.method, self.progress.compressed_at, self.keep_set
-        event = self._unfinished.setdefault(length, _UnfinishedEvent())
-        stacks = stacks_of(observations, method.traits.across_layers) if self._stacks_layers else observations
-        for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
+        length, across_layers = self.progress.compressed_at, self.recipe.method.traits.across_layers
+        if length not in self._unfinished:
+            self._unfinished[length] = CompressionEvent(length, self.recipe.method, self.managed_layers)
+        event = self._unfinished[length]
+        stacks = stacks_of(observations, across_layers) if self._stacks_layers else observations
+        for group in [stacks] if across_layers else [[stack] for stack in stacks]:
             members = [member for stack in group for member in layers_of(stack)] if self._stacks_layers else group
-            start = time.perf_counter()
             budget = self._budget([member.entry_sizes for member in members])
-            noticed = NAN_NOTICED.set(event.with_nan)
-            try:
-                keep_set = method.select_all(group, budget)
-            finally:
-                NAN_NOTICED.reset(noticed)
-            if method.traits.across_layers:
-                keep_set.count(event.with_nan)
-            if self._stacks_layers:
-                keep_set = unstacked(keep_set, group)
-            for observation in members:
-                kept = keep_set.layer(observation.layer)
-                self.managed_layers[kept.layer].keep(observation, kept)
-                event.kept.append(kept.to_record())
-                event.entries += observation.count
-                # As they were stored, which after an event before may be in few bits.
-                stored = observation if before is None else before.layer(kept.layer)
-                event.nbytes += observation.count * stored.entry_bytes
-            event.seconds += time.perf_counter() - start
+            keep_set = event.compress(group, members, budget)
             if self.observer is not None:
                 for observation in members:
                     self.observer(observation, budget, keep_set)
         if len(event.kept) < len(self.managed_layers):
             return
         del self._unfinished[length]
-        # Counts from the data were read one by one. On a GPU the host would wait once more.
-        async_counts = method.traits.counts_from_data and is_async_device(event.kept[0].counts.device)
-        with_nan = [] if async_counts and not method.traits.across_layers else event.with_nan
-        keep_set = KeepSet(event.kept).count(with_nan)
-        if [1] in map(attrgetter("host_values"), with_nan):
+        finished = event.finished()
+        if event.has_nan:
             _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
-        for layer in self.managed_layers.values():
-            layer.append_after_event()
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)
-        self.events.append(Event(length, keep_set, event.entries, keep_set.entries, event.nbytes, event.seconds))
+        self.events.append(finished)
         if self.schedule.every is None:
             self.stop_watching()
 
 
-@dataclass
-class _UnfinishedEvent:
-    """An event that some layers have not reached yet: what stays in the others, and the sums for its `Event`."""
+class CompressionEvent:
+    """A compression under way: has a method choose and layers drop the rest, and gathers what an `Event` says of it.
 
-    kept: list[LayerKeepSet] = field(default_factory=list)
-    entries: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    with_nan: list[LazyHostInts] = field(default_factory=list)
-    """Whether scores of layers were NaN."""
+    Layers reach it one after another, or all together.
+
+    Args:
+        length: logical length of the cache at the event, padding included.
+        method: chooses what stays.
+        layers: all layers that take part, by their indices.
+
+    Attributes:
+        kept: what stays of the layers that have reached it.
+    """
+
+    def __init__(self, length: int, method: Method, layers: Mapping[int, LayerState]) -> None:
+        self._length, self._method, self._layers = length, method, layers
+        self.kept: list[LayerKeepSet] = []
+        self._entries, self._nbytes, self._seconds = 0, 0, 0.0
+        self._with_nan: list[LazyHostInts] = []
+        """Whether scores were NaN."""
+
+    def compress(self, chosen_from: list[Observation], members: Sequence[Observation], budget: Budget) -> KeepSet:
+        """Have the method choose, and each layer store what stays of it alone.
+
+        Args:
+            chosen_from: the observations that the method gets together; each may be a stack of layers.
+            members: those of the single layers.
+            budget: the recipe's, in entries.
+
+        Returns:
+            What stays, with a part for each layer.
+        """
+        start, across_layers = time.perf_counter(), self._method.traits.across_layers
+        noticed = NAN_NOTICED.set(self._with_nan)
+        try:
+            keep_set = self._method.select_all(chosen_from, budget)
+        finally:
+            NAN_NOTICED.reset(noticed)
+        if across_layers:
+            keep_set.count(self._with_nan)
+        if members is not chosen_from:
+            keep_set = unstacked(keep_set, chosen_from)
+        for observation in members:
+            kept = keep_set.layer(observation.layer_ids[0])
+            self._layers[kept.layer].keep(observation, kept)
+            self.kept.append(kept.to_record())
+            self._entries += observation.count
+            # As they were stored, which after an event before may be in few bits.
+            pair_bytes = (
+                observation.store.pair_bytes if isinstance(observation, StoredObservation) else observation.entry_bytes
+            )
+            self._nbytes += observation.count * pair_bytes
+        self._seconds += time.perf_counter() - start
+        return keep_set
+
+    def finished(self) -> Event:
+        """Return the event, once all layers have reached it; they then store the tokens that came after it."""
+        keep_set = KeepSet(self.kept)
+        # Counts from the data were read one by one. On a GPU the host would wait once more.
+        traits = self._method.traits
+        one_by_one = traits.counts_from_data and not traits.across_layers
+        if one_by_one and is_async_device(self.kept[0].counts.device):
+            self._with_nan = []
+        keep_set.count(self._with_nan)
+        for layer in self._layers.values():
+            layer.append_after_event(self._length)
+        return Event(self._length, keep_set, self._entries, keep_set.entries, self._nbytes, self._seconds)
+
+    @property
+    def has_nan(self) -> bool:
+        """Return whether scores were NaN, as far as a finished event knows it without another wait for the device."""
+        return [1] in map(attrgetter("host_values"), self._with_nan)
 
 
 _NAN_SCORES = (

@@ -77,17 +77,39 @@ class ModelHooks(ABC):
 
 
 def before_calls(module: nn.Module, method: Callable[..., Any]) -> RemovableHandle:
-    """Call `method(module, args, kwargs)` before every call of a module, without holding the method's object."""
+    """Call `method(module, args, kwargs)` before every call of a module, without holding the method's object.
+
+    Args:
+        module: any part of a model.
+        method: a bound method; its result replaces arguments and keyword arguments unless it is None.
+
+    Returns:
+        The hook's handle. The hook does nothing once the method's object is gone.
+    """
     return module.register_forward_pre_hook(_weakly(method, 3), with_kwargs=True)
 
 
 def after_calls(module: nn.Module, method: Callable[..., Any], *, failed: bool = False) -> RemovableHandle:
-    """Call `method(module, args, kwargs, output)` after every call of a module, without holding the method's object."""
+    """Call `method(module, args, kwargs, output)` after every call of a module, without holding the method's object.
+
+    Args:
+        module: any part of a model.
+        method: a bound method; its result replaces the output unless it is None.
+        failed: whether to call it also after calls that raised an error.
+
+    Returns:
+        The hook's handle. The hook does nothing once the method's object is gone.
+    """
     return module.register_forward_hook(_weakly(method, 4), with_kwargs=True, always_call=failed)
 
 
 def _weakly(method: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Return a hook that passes `count` arguments on to the method while its object lives."""
+    """Return a hook that passes `count` arguments on to the method while its object lives.
+
+    Args:
+        method: a bound method.
+        count: how many arguments it takes; a call with fewer does nothing.
+    """
     reference = weakref.WeakMethod(method)
 
     @uncompiled
@@ -209,7 +231,6 @@ class AttentionHooks(ModelHooks):
 
 
 def _is_output(rotation: Any, call: ModuleCall) -> bool:
-    """Return whether a call of a rotary embedding has made this rotation."""
     return rotation is call.output if isinstance(rotation, Tensor) else rotation[0] is call.output[0]
 
 
@@ -293,7 +314,6 @@ class PerplexityHooks(ModelHooks):
     def _add(
         self, logits: Float[Tensor, "batch newest vocabulary"], ids: Tensor, valid: Bool[Tensor, "batch tokens"] | None
     ) -> None:
-        """Take in one call of the model."""
         newest, whole = logits.shape[1], logits.shape[1] == ids.shape[1]
         batch = len(ids)
         self._losses = list(self._losses) or [logits.new_zeros(0, dtype=torch.float32)] * batch
@@ -311,7 +331,6 @@ class PerplexityHooks(ModelHooks):
 
 
 def _ends_with_tokens(mask: Tensor | None, ids: Tensor) -> bool:
-    """Return whether there is no padding, or padding at the left only."""
     if mask is None:
         return True
     new = mask[:, -ids.shape[1] :].bool()
@@ -331,6 +350,10 @@ def image_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
 
 def require_image_tokens(model: PreTrainedModel, kind: str) -> None:
     """Check that a model's images can be told from its text, for a recipe that protects one of them.
+
+    Args:
+        model: a model that may see images.
+        kind: what the recipe protects, "image" or "text".
 
     Raises:
         UnsupportedModelError: the model's configuration names no token of images.
@@ -372,7 +395,12 @@ class ImageHooks(ModelHooks):
     def found(
         self, positions: Int[Tensor, "batch n"], real: Bool[Tensor, "batch n"] | None
     ) -> tuple[Ranges, ...] | None:
-        """Return where images are among the tokens of the call that is under way; None if it was given no token ids."""
+        """Return where images are among the tokens of the call that is under way; None if it was given no token ids.
+
+        Args:
+            positions: positions of the tokens, counted from each request's first.
+            real: which of them are no padding; None if all are.
+        """
         if self._ids is None or self._ids.shape != positions.shape:
             return None
         ids = self._ids.to(positions.device)

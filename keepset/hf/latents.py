@@ -46,6 +46,11 @@ class Latents:
     def of(cls, new: AttentionInput, latent: Tensor, rotated: Tensor) -> Latents:
         """Return the weights of a module that has just made keys and values.
 
+        Args:
+            new: tokens with the queries, keys and values that the module has made.
+            latent: what it has made them of, `[batch, 1, n, latent]`.
+            rotated: the rotated part that all heads' keys share, `[batch, 1, n, rotated]`.
+
         Raises:
             UnsupportedModelError: the module does not make its keys and values in this way.
         """
@@ -89,7 +94,12 @@ class LatentInput(AttentionInput):
 
     @classmethod
     def of(cls, new: AttentionInput, latent: Tensor, rotated: Tensor) -> LatentInput:
-        """Return the tokens of a call of the attention function."""
+        """Return the tokens of a call of the attention function.
+
+        Args:
+            new: the tokens, with the queries, keys and values that the module has made.
+            latent, rotated: what the layer caches of them, as for `Latents.of`.
+        """
         latent_input = cls.__new__(cls)
         vars(latent_input).update(vars(new))
         latent, rotated = (part.to(new.key.dtype) for part in (latent, rotated))
@@ -130,7 +140,13 @@ class LatentInput(AttentionInput):
 
 
 def set_pending(attend: Attend, layer: int, latent: Tensor, rotated: Tensor) -> None:
-    """Leave the attention function of a layer whose module first makes keys and values from these latents."""
+    """Leave the attention function of a layer whose module first makes keys and values from these latents.
+
+    Args:
+        attend: the layer's attention, which gets the tokens as a `LatentInput`.
+        layer: the layer's index in the model.
+        latent, rotated: what the layer caches of the tokens, as for `Latents.of`.
+    """
     set_pending_latents(lambda new: attend(LatentInput.of(new, latent, rotated)), layer, latent)
 
 

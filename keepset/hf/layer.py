@@ -84,7 +84,7 @@ class LayerState(LogicalLayer):
         """Bytes of the layer's states, which are no entries and never compressed."""
         return 0
 
-    def copy_states(self, other: Any) -> None:
+    def copy_states(self, source: Any) -> None:
         """Take over the states of another layer, which are no entries."""
 
     def attend(
@@ -137,7 +137,7 @@ class LayerState(LogicalLayer):
 
         No gradient flows through collected inputs or an event.
         """
-        if self.store is None and (self.prompt is None or new.real is not None):
+        if self.store is None and (self.collector.prompt is None or new.real is not None):
             self.store = _packed(new, self.store_type)
         with torch.no_grad():
             up_to_event, self.after_event = self.collector.add(new, self.store)
@@ -145,24 +145,26 @@ class LayerState(LogicalLayer):
             self.store = _packed(new, self.store_type)
         return up_to_event
 
-    def observe(self, up_to_event: AttentionInput, features: Mapping[Feature[Any], Any], **others: Any) -> Observation:
+    def observe(
+        self, up_to_event: AttentionInput, features: Mapping[Feature[Any], Any], **cache_parts: Any
+    ) -> Observation:
         """Return the observation of an event. The layer then holds no entries until `keep` gives it some.
 
         Args:
             up_to_event: the tokens up to the event, from `attend`.
             features: features that do not come from this layer's tokens.
-            others: arguments of the `Observation` that the cache knows, not the layer.
+            cache_parts: arguments of the `Observation` that the cache knows, not the layer.
         """
         store, self.store = self.store, None
         observation: Callable[..., Observation] = Observation
-        if self.prompt is None:
+        if self.collector.prompt is None:
             assert store is not None
             observation = partial(StoredObservation, store)
         parts = self.collector.collected(up_to_event, store)
         key, value = self.store_type.stored(up_to_event.key[0, 0, 0], up_to_event.value[0, 0, 0])
         return observation(
             **{**parts, "features": {**features, **parts["features"]}},
-            **others,
+            **cache_parts,
             lengths=up_to_event.lengths,
             layer=self.index,
             softmax=up_to_event.softmax,
@@ -178,7 +180,12 @@ class LayerState(LogicalLayer):
         return [counts[first : first + heads] for first in range(0, len(counts), heads)]
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
-        """Store exactly the kept entries of an observation; `append_after_event` follows once all layers have."""
+        """Store exactly the kept entries of an observation.
+
+        Args:
+            observation: what the layer has shown at the event.
+            kept: what stays of it; `append_after_event` follows once all layers have theirs.
+        """
         columns = {"positions": observation.positions.int(), **kept.state}
         if isinstance(observation, StoredObservation):
             self.store = observation.store.kept(columns, kept.indices, kept.heads)
@@ -190,14 +197,15 @@ class LayerState(LogicalLayer):
         if kept.bits is not None:
             self.store.quantize(kept.bits)
 
-    def append_after_event(self) -> None:
-        """Store the tokens after an event, which did not see them."""
-        if self.after_event is not None:
-            assert self.store is not None
-            after = self.after_event
-            self.store.append(after.key, after.value, after.positions, after.real_indices)
-            self.collector.record(after, self.store)
-            self.after_event = None
+    def append_after_event(self, length: int) -> None:
+        """Store the tokens after the event at this logical length, which did not see them."""
+        after = self.after_event
+        if after is None or after.start != length:  # those of a later event wait with it
+            return
+        assert self.store is not None
+        self.store.append(after.key, after.value, after.positions, after.real_indices)
+        self.collector.record(after, self.store)
+        self.after_event = None
 
     def make_room(self, n: int) -> EntryStore:
         """Return the store with free places for `n` tokens, for a caller that stores and attends to them itself."""
@@ -210,7 +218,13 @@ class LayerState(LogicalLayer):
         return self.collector.can_take_back(self.logical - removed)
 
     def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
-        """Forget the newest tokens: `removed` with padding, `per_request` without; `lengths` are left."""
+        """Forget the newest tokens.
+
+        Args:
+            removed: how many, with padding.
+            per_request: how many of each request, without padding.
+            lengths: tokens of each request that are left.
+        """
         if self.store is not None:
             self.store.crop(per_request)
             self.logical -= removed
@@ -246,7 +260,6 @@ class LayerState(LogicalLayer):
 
 
 def _packed(new: AttentionInput, store_type: type[EntryStore]) -> EntryStore:
-    """Return a store of all tokens that are not padding."""
     batch, kv_heads, n, _ = new.key.shape
     rows = new.real_indices or [torch.arange(n, device=new.key.device)] * batch
     positions = new.positions.int()[:, None].expand(-1, kv_heads, -1)

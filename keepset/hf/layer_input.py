@@ -64,6 +64,11 @@ class RotaryLayout:
         bit of their indices at a time, shows where each of them goes. Zeros stay exact in every precision.
 
         A number may be 0 in every query, as a norm's scale of 0 makes it. Its partner tells how both rotate.
+
+        Args:
+            probe: returns the queries that the module makes of samples under one cosine and one sine for each token.
+            size: how many cosines a token has.
+            scales: whether the module also scales queries by position.
         """
         bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
         none, unit = torch.zeros(len(bits), size, dtype=torch.float32), torch.ones(1, size, dtype=torch.float32)
@@ -92,14 +97,24 @@ class RotaryLayout:
         sin: Float[Tensor, "batch n rotary_dim"],
         scale: Float[Tensor, "batch n"] | None,
     ) -> Rotation:
-        """Return the rotation that a model's cosines and sines make."""
+        """Return the rotation that a model's cosines and sines make.
+
+        Args:
+            cos, sin: what the model's rotary embedding makes.
+            scale: factor of the queries at each position; None if there is none.
+        """
         if not self.in_order:
             cos, sin = cos[..., self.cos].masked_fill(self.sign == 0, 1), sin[..., self.sin]
         sin = sin * self.sign
         return (cos, sin) if scale is None else (cos * scale[..., None], sin * scale[..., None])
 
     def rotate(self, queries: Queries, rotation: Rotation) -> Queries:
-        """Return rotated queries, in the wider of the queries' and the rotation's types."""
+        """Return rotated queries, in the wider of the queries' and the rotation's types.
+
+        Args:
+            queries: queries before rotation.
+            rotation: what `rotation` has returned.
+        """
         cos, sin = rotation
         # Queries in a narrower type are widened by the product, without a copy.
         return queries * cos[:, None] + queries[..., self.partner] * sin[:, None]
@@ -229,7 +244,12 @@ class LayerInput(QuerySource):
         return self.ahead(lengths, future)(self._replay(hidden).float())
 
     def _unrotate(self, queries: Queries, first: int) -> Queries:
-        """Return queries before their rotation, in float32; `first` is the index of their first token."""
+        """Return queries before their rotation, in float32.
+
+        Args:
+            queries: after rotation.
+            first: the index of their first token in this forward.
+        """
         if self.rotation is None:
             return queries.float()
         cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
@@ -250,7 +270,12 @@ class LayerInput(QuerySource):
         return self._layout.rotation(cos, sin, self._scale(true_positions))
 
     def _future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
-        """Return the mean rotation of the `future` positions from `lengths` on."""
+        """Return the mean rotation of the next positions of each request; None if the module does not rotate.
+
+        Args:
+            lengths: tokens of each request.
+            future: how many positions.
+        """
         if self.rotation is None:
             return None
         positions = positions_ahead(lengths + self._offset, future)
@@ -278,7 +303,13 @@ class LayerInput(QuerySource):
     def _replay(
         self, hidden: HiddenStates, positions: Int[Tensor, "batch n"] | None = None, rotation: Rotation | None = None
     ) -> Queries:
-        """Return the queries that the module makes of other hidden states: it runs again, with norms and biases."""
+        """Return the queries that the module makes of other hidden states: it runs again, with norms and biases.
+
+        Args:
+            hidden: what the module is called with.
+            positions: of the tokens, where they matter; all 0 if None.
+            rotation: cosines and sines for the module; None for no rotation.
+        """
         batch, n, _ = hidden.shape
         at = torch.zeros(batch, n, dtype=torch.long, device=hidden.device) if positions is None else positions
         module_input, probe = hidden_states_of(self._call), QueryProbe()
@@ -323,9 +354,9 @@ class LayerInput(QuerySource):
         scaled = self._replay(sample.expand(*positions.shape, -1), positions).float()
         return (scaled * plain).sum((1, 3)) / plain.square().sum((1, 3))
 
-    def _computed_in(self, made: Tensor) -> torch.dtype:
+    def _computed_in(self, product: Tensor) -> torch.dtype:
         """Return the type of the products that made a tensor."""
-        return made.dtype if self._autocast is None else self._autocast.dtype
+        return product.dtype if self._autocast is None else self._autocast.dtype
 
     def _found_layout(self) -> RotaryLayout:
         """Return how the module rotates queries, found by replaying it."""
@@ -364,7 +395,7 @@ def cos_and_sin(embeddings: Any) -> Rotation:
 
 
 def position_offset(
-    given: Iterable[Any],
+    candidates: Iterable[Any],
     positions: Int[Tensor, "batch n"],
     valid: Bool[Tensor, "batch n"] | None,
     rows: slice = slice(None),
@@ -372,8 +403,14 @@ def position_offset(
     """Return the model's position of each request's newest token less the number of tokens before it.
 
     An image takes fewer positions than tokens: the next one follows the largest along any axis. Padding may take some.
+
+    Args:
+        candidates: a call's arguments, of which the first with a position for each token is taken.
+        positions: positions of the tokens, counted from each request's first.
+        valid: which tokens are no padding; None if all are.
+        rows: the rows of the model's batch in which these requests are.
     """
-    model_positions = next((candidate for candidate in given if _length(candidate) == positions.shape[1]), None)
+    model_positions = next((candidate for candidate in candidates if _length(candidate) == positions.shape[1]), None)
     if model_positions is None:
         return positions.new_zeros(len(positions))
     model_positions = (
@@ -391,7 +428,6 @@ def position_offset(
 
 
 def _no_rotation(positions: Int[Tensor, "batch n"], like: Tensor) -> Rotation:
-    """Return the one cosine and sine of tokens that are not rotated."""
     cosines = like.new_ones(*positions.shape, 1)
     return cosines, torch.zeros_like(cosines)
 

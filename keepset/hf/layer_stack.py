@@ -34,8 +34,6 @@ class LayerStack(LazyObservation):
         members: the layers' observations. They have heads of one size, and no collected features.
     """
 
-    members: Sequence[Observation]
-
     def __init__(self, members: Sequence[Observation]) -> None:
         first, width = members[0], max(member.valid.shape[2] for member in members)
         whole = len(members) * first.valid.shape[0], first.valid.shape[1], width
@@ -60,7 +58,7 @@ class LayerStack(LazyObservation):
             longest=first.longest,
             num_kept=list(chain.from_iterable(kept)) if len(kept) == len(members) else None,
         )
-        vars(self)["members"] = members
+        self.members = members
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
         return _joined([_source(member).keys[:, heads] for member in self.members], self.valid.shape[2])
@@ -69,7 +67,7 @@ class LayerStack(LazyObservation):
         return _joined([_source(member).values[:, heads] for member in self.members], self.valid.shape[2])
 
     def _codes_in_place(
-        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
+        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, earlier_codes: Scores | None
     ) -> Scores | None:
         if uses_triton(new.device):  # the kernel reads new entries alone; to count them would wait for the device
             return None
@@ -87,7 +85,7 @@ class LayerStack(LazyObservation):
             new_codes.append(
                 entry_codes(keys, values, positions[group_rows], are_new[group_rows], networks.of_layers(group))
             )
-        codes = torch.zeros(new.shape, dtype=torch.float32) if known is None else known.clone()
+        codes = torch.zeros(new.shape, dtype=torch.float32) if earlier_codes is None else earlier_codes.clone()
         codes[new_indices] = torch.cat(new_codes).where(are_new, codes[new_indices])
         return codes
 
@@ -133,7 +131,12 @@ def layers_of(observation: Observation) -> Sequence[Observation]:
 
 
 def unstacked(keep_set: KeepSet, observations: Sequence[Observation]) -> KeepSet:
-    """Return a KeepSet with a part for every layer of the observations that a method was given."""
+    """Return a KeepSet with a part for every layer of the observations that a method was given.
+
+    Args:
+        keep_set: what a method returned.
+        observations: what it was given, of which some may be stacks.
+    """
     if not any(isinstance(observation, LayerStack) for observation in observations):
         return keep_set
     parts: list[LayerKeepSet] = []
@@ -171,6 +174,5 @@ def _kind(observation: Observation) -> tuple[object, ...]:
 
 
 def _joined(parts: Sequence[Shaped[Tensor, "batch heads _ *rest"]], width: int) -> Tensor:
-    """Return layers' numbers of entries as one batch; zero where a layer has fewer entries."""
     padding = [(0, 0) * (part.ndim - 3) + (0, width - part.shape[2]) for part in parts]
     return torch.cat([F.pad(part, pad) if pad[-1] else part for part, pad in zip(parts, padding, strict=True)])

@@ -99,6 +99,10 @@ def config_of(model: PreTrainedModel, layer: int = -1) -> PreTrainedConfig:
     """Return the configuration of a layer: where sizes differ among layers (Gemma 4), the model's own has none.
 
     Where only some layers attend to all tokens, the last one does.
+
+    Args:
+        model: any model.
+        layer: the layer's index in the model.
     """
     config = model.config.get_text_config(decoder=True)
     by_layer = getattr(config, "per_layer_config", None)
@@ -106,14 +110,28 @@ def config_of(model: PreTrainedModel, layer: int = -1) -> PreTrainedConfig:
 
 
 def head_dim_of(model: PreTrainedModel, layer: int = -1) -> int:
-    """Return the size of a layer's key; a configuration may leave it to be derived."""
+    """Return the size of a layer's key; a configuration may leave it to be derived.
+
+    Args:
+        model: any model.
+        layer: the layer's index in the model.
+    """
     config = config_of(model, layer)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], wanted: ModelStatistics) -> Statistics:
-    """Return the statistics in a file, or those that are offered for the model."""
-    measured = wanted.load(model.config.name_or_path or "")
+def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], feature: ModelStatistics) -> Statistics:
+    """Return the statistics in a file, or those that are offered for the model.
+
+    Args:
+        model: the model that they must fit.
+        layers: indices of the compressed layers.
+        feature: says which file, or which offer.
+
+    Raises:
+        KeepsetError: they are of another model.
+    """
+    measured = feature.load(model.config.name_or_path or "")
     config = model.config.get_text_config(decoder=True)
     if layers and caches_latents(config):
         measured.check(layers, 1, config.kv_lora_rank + config.qk_rope_head_dim)
@@ -126,19 +144,38 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], wanted: Mode
 
 
 def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
-    """Return the tables in a file."""
+    """Return the tables in a file.
+
+    Args:
+        model: the model that they must fit.
+        layers: how many layers are compressed.
+        file: its path.
+
+    Raises:
+        KeepsetError: they are of another model.
+    """
     compiled = tables.load(file)
     compiled.check(layers, model.config.get_text_config(decoder=True).num_attention_heads)
     _check_own(model, compiled, f"The tables {file!r}", "make them for this one with keepset compile.")
     return compiled
 
 
-def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, advice: str) -> None:
-    """Check that statistics or tables were made from this very model; accept older files that do not tell weights."""
-    checked, compared = _own.setdefault(model, set()), (made, adapters_digest(model))
+def _check_own(model: PreTrainedModel, measured: Statistics | Tables, named: str, advice: str) -> None:
+    """Check that statistics or tables were made from this very model; accept older files that do not tell weights.
+
+    Args:
+        model: the model in use.
+        measured: the statistics or tables.
+        named: how an error calls them.
+        advice: what an error tells to do.
+
+    Raises:
+        KeepsetError: they are of another model.
+    """
+    checked, compared = _own.setdefault(model, set()), (measured, adapters_digest(model))
     if compared in checked:
         return
-    if has_other_weights(model, sample_of(made)):
+    if has_other_weights(model, sample_of(measured)):
         raise KeepsetError(f"{named} are of another model of this shape, with other weights: {advice}")
     checked.add(compared)
 

@@ -308,7 +308,15 @@ class ObservedCache(EditableCache, KnowsText):
     # --- one forward of one layer
 
     def attend(self, layer: LayerState, new: AttentionInput) -> Tensor:
-        """Return a kept layer's attention, after handling the event that it reaches."""
+        """Return a kept layer's attention, after handling the event that it reaches.
+
+        Args:
+            layer: the layer.
+            new: its new tokens, as they came to the attention function.
+
+        Returns:
+            Attention's output, `[batch, n, query_heads, value_dim]`.
+        """
         self._attending = False
         if layer.store is not None and layer.store.heads.keys.dtype != new.key.dtype:  # of another autocast, or in bits
             new.convert(layer.store.heads.dtype)
@@ -349,7 +357,15 @@ class ObservedCache(EditableCache, KnowsText):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def attend_shared(self, layer: LayerState, reader: AttentionInput) -> Tensor:
-        """Return the attention of another layer to a kept layer's entries, after handling the event that it reaches."""
+        """Return the attention of another layer to a kept layer's entries, after handling the event that it reaches.
+
+        Args:
+            layer: the layer that holds the entries.
+            reader: the new tokens, with the queries of the layer that attends.
+
+        Returns:
+            Attention's output, `[batch, n, query_heads, value_dim]`.
+        """
         output, up_to_event = layer.attend(reader)
         if layer.has_readers_left:
             set_pending_attention(partial(self.attend_shared, layer), reader.key, reader.value)
@@ -409,7 +425,12 @@ class ObservedCache(EditableCache, KnowsText):
 
     @torch.no_grad()
     def _observe_event(self, layer: LayerState, up_to_event: AttentionInput) -> None:
-        """Observe a layer at an event, and pass on the observations that this completes."""
+        """Observe a layer at an event, and pass on the observations that this completes.
+
+        Args:
+            layer: the layer.
+            up_to_event: the tokens up to the event, from `LayerState.attend`.
+        """
         progress = self.progress
         assert progress is not None
         progress.compressed_at = up_to_event.end
@@ -443,9 +464,9 @@ class ObservedCache(EditableCache, KnowsText):
         if waits and len(self._waiting) < len(self.managed_layers):
             return
         if self._second is not None:
-            entries = {each.layer: (each.keys, each.values) for each in self._waiting}
+            entries = {observation.layer: (observation.keys, observation.values) for observation in self._waiting}
             passes = self._second.run(entries, up_to_event, progress.valid, self.layers)
-            self._waiting = [each.with_features(passes[each.layer]) for each in self._waiting]
+            self._waiting = [observation.with_features(passes[observation.layer]) for observation in self._waiting]
         if self._perplexity is None:
             self._choose_waiting()
 
@@ -461,7 +482,15 @@ class ObservedCache(EditableCache, KnowsText):
         """Choose from complete observations of an event, in the order of their layers."""
 
     def _num_kept(self, layer: LayerState, up_to_event: AttentionInput) -> Sequence[int] | None:
-        """Return how many entries of each head of a layer will stay, if the host knows it before the choice."""
+        """Return how many entries of each head of a layer will stay, if the host knows it before the choice.
+
+        Args:
+            layer: the layer.
+            up_to_event: the tokens up to the event.
+
+        Returns:
+            Numbers request after request, and head after head.
+        """
         return None
 
     # --- around the forwards

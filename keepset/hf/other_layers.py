@@ -49,8 +49,8 @@ class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[overri
         states = [*self.conv_states.values(), *self.recurrent_states.values()]
         return sum(state.nbytes for state in states if state is not None)
 
-    def copy_states(self, other: LinearAttentionLayer) -> None:
-        vars(self).update(states_of(other))
+    def copy_states(self, source: LinearAttentionLayer) -> None:
+        vars(self).update(states_of(source))
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
@@ -68,6 +68,10 @@ class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[overri
 
 def own_layers(config: PreTrainedConfig, model: str) -> list[Any]:
     """Return transformers' own layers of an empty cache, for a decoder's configuration.
+
+    Args:
+        config: the configuration of the model's decoder.
+        model: the model's name, for errors.
 
     Raises:
         UnsupportedModelError: the configuration does not describe the layers.
@@ -88,14 +92,24 @@ def is_bounded(layer: Any) -> bool:
 
 
 def compressible(index: int, layer: Any) -> LayerState | None:
-    """Return the keepset layer that replaces a layer of transformers; None if that does not grow without bound."""
+    """Return the keepset layer that replaces a layer of transformers; None if that does not grow without bound.
+
+    Args:
+        index: the layer's index in the model.
+        layer: the layer that transformers would use.
+    """
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         return HybridLayerState(index, layer)
     return LayerState(index) if type(layer) is DynamicLayer else None
 
 
 def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dict[str, Any]:
-    """Return a copy of the states of some requests, with their flags, as a layer's attributes."""
+    """Return a copy of the states of some requests, with their flags, as a layer's attributes.
+
+    Args:
+        layer: a layer of transformers with states.
+        requests: which rows of the batch.
+    """
 
     def copied(value: Any) -> Any:
         return value[requests].clone() if isinstance(value, Tensor) else value
@@ -122,13 +136,17 @@ def states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
     return layer_states
 
 
-def restore_states(layer: LinearAttentionLayer, held: Mapping[str, Tensor]) -> None:
+def restore_states(layer: LinearAttentionLayer, saved_states: Mapping[str, Tensor]) -> None:
     """Put the `states` of another layer into an empty one.
+
+    Args:
+        layer: the layer to fill.
+        saved_states: tensors by the names that `states` gives them.
 
     Raises:
         ValueError: the layer has fewer states.
     """
-    for name, state in held.items():
+    for name, state in saved_states.items():
         kind, _, number = name.partition(".")
         index = int(number)
         if index >= layer.number_of_states:
@@ -195,7 +213,6 @@ def _forgets(module: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _part(call: dict[str, Any], tokens: slice) -> dict[str, Any]:
-    """Return the arguments for some of the tokens, without the cache."""
     part = {name: value for name, value in call.items() if name != "cache_params"}
     part["hidden_states"] = call["hidden_states"][:, tokens]
     if part.get("attention_mask") is not None:
@@ -234,7 +251,13 @@ def nbytes_of(layer: Any) -> int:
 
 
 def cropped(layer: Any, removed: int, length: int) -> dict[str, Any]:
-    """Return the attributes that a layer has without its newest tokens; the layer itself stays as it is."""
+    """Return the attributes that a layer has without its newest tokens; the layer itself stays as it is.
+
+    Args:
+        layer: any layer of transformers.
+        removed: how many of the newest tokens to leave out.
+        length: how many tokens are left.
+    """
     if not removed and not getattr(layer, "record_past", False):
         return {}
     shorter = copy.copy(layer)
@@ -255,7 +278,14 @@ def cropped(layer: Any, removed: int, length: int) -> dict[str, Any]:
 
 
 def one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "batch tokens"] | None) -> Any:
-    """Return a copy of transformers' own layer that holds one request without its padding."""
+    """Return a copy of transformers' own layer that holds one request without its padding.
+
+    Args:
+        layer: any layer of transformers.
+        request: the row of the batch.
+        length: the request's tokens without padding.
+        valid: which tokens are no padding; None if all are.
+    """
 
     def alone(part: Any) -> Any:
         if isinstance(part, dict):

@@ -37,7 +37,12 @@ class KnownTokens(ABC):
 
     @abstractmethod
     def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
-        """Return the first place where an input has another token; None if there is none."""
+        """Return the first place where an input has another token; None if there is none.
+
+        Args:
+            ids: the input's tokens.
+            real: which of them are no padding; None if all are.
+        """
 
     @abstractmethod
     def first(self, length: int) -> Self | None:
@@ -48,7 +53,16 @@ class KnownTokens(ABC):
         """Return the known tokens of a batch of these requests."""
 
     def check(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None, logical: int) -> None:
-        """Refuse an input that begins with other tokens."""
+        """Refuse an input that begins with other tokens.
+
+        Args:
+            ids: the input's tokens.
+            real: which of them are no padding; None if all are.
+            logical: tokens of the cache, for the error.
+
+        Raises:
+            KeepsetError: a token is another one than the caller has given before.
+        """
         mismatch = self.first_other(ids, real)
         if mismatch is not None and mismatch < self.given:
             raise KeepsetError(
@@ -143,13 +157,18 @@ class KnowsText:
         if requests % rows == 0:  # else `update` says so
             progress.known.check(ids.repeat_interleave(requests // rows, 0), progress.valid, progress.logical)
 
-    def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
-        """Record the ids of a whole text, the first of which the cache holds."""
+    def remember_text(self, ids: Int[Tensor, "rows n"], given_tokens: int) -> None:
+        """Record the ids of a whole text, the first of which the cache holds.
+
+        Args:
+            ids: a row for each request, or for several neighbours.
+            given_tokens: how many of the first tokens the caller has given; the others were generated.
+        """
         progress = self.progress
         if progress is None or len(progress.tokens) % len(ids):
             return
         rows = ids.repeat_interleave(len(progress.tokens) // len(ids), 0)
-        progress.known = ToldTokens(rows, given).first(progress.logical)
+        progress.known = ToldTokens(rows, given_tokens).first(progress.logical)
 
 
 def _watched(generate: Any) -> Any:
@@ -205,7 +224,6 @@ class _Settings(NamedTuple):
 
 
 def _present(ids: Any, kwargs: Mapping[str, Any]) -> int:
-    """Return how many tokens a text has, what a cache holds of it included."""
     inputs = (ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
     return max((tensor.shape[1] for tensor in inputs if isinstance(tensor, Tensor) and tensor.ndim > 1), default=0)
 

@@ -97,6 +97,10 @@ class Recorder(ObservedCache):
     ) -> Recorder:
         """Run the prompt, with the model's inputs for its images, and return this recorder.
 
+        Args:
+            ids: the prompt.
+            images: the model's further inputs by name.
+
         Raises:
             KeepsetError: the model predicts NaN, or cannot be observed.
         """
@@ -209,6 +213,11 @@ class PromptSession:
 
 
 def warm_up(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:
-    """Run a prompt's first tokens, so that cold caches and allocators do not count for the first timed prefill."""
+    """Run a prompt's first tokens, so that cold caches and allocators do not count for the first timed prefill.
+
+    Args:
+        model: any model.
+        ids: the prompt.
+    """
     with torch.no_grad():
         model(ids[:, :64])

@@ -173,7 +173,12 @@ class Collector:
         return parts
 
     def record(self, new: AttentionInput, store: EntryStore | None) -> None:
-        """Record queries for the next event after the prompt; `store` is None while the prompt is not complete."""
+        """Record queries for the next event after the prompt.
+
+        Args:
+            new: the tokens.
+            store: the layer's entries; None while the prompt is not complete.
+        """
         if self.recorder is not None:
             self.recorder.record(new, store, self.next)
 
@@ -182,7 +187,13 @@ class Collector:
         return self.recorder is None or self.recorder.can_take_back(end, self.next)
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
-        """Forget the newest queries: `end` is the logical length that is left, `lengths` the tokens of each request."""
+        """Forget the newest queries.
+
+        Args:
+            end: the logical length that is left.
+            lengths: tokens of each request that are left.
+            store: the layer's entries.
+        """
         if self.recorder is not None:
             self.recorder.crop(end, lengths, store)
 
@@ -200,7 +211,6 @@ class Collector:
 
 
 def _entry_rows(new: AttentionInput, store: EntryStore | None) -> RequestKeys:
-    """Return every request's keys without holes, and which of a chunk's queries are real."""
     keys, counts = (new.key, new.counts) if store is None else (store.keys, store.counts[:: store.kv_heads])
     real_indices: Sequence[Tensor | slice] = new.real_indices or [slice(None)] * len(keys)
     return [(row[:, :count], real) for row, count, real in zip(keys, counts, real_indices, strict=True)]
@@ -245,7 +255,13 @@ class QueryRecorder:
         return lengths + self.window.nbytes + sum(moments.nbytes for moments in self.moments.values())
 
     def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
-        """Record the queries of a forward that the next event needs."""
+        """Record the queries of a forward that the next event needs.
+
+        Args:
+            forward: the tokens of a forward.
+            store: the layer's entries; None while the prompt is not complete.
+            point: logical length at the next event.
+        """
         keeps_all = self.newest and forward.padded  # a request with padding may have its newest queries further back
         first = 0 if keeps_all else max(point - self.reach - forward.start, 0)
         if first >= forward.length:
@@ -297,11 +313,22 @@ class QueryRecorder:
             store.forget(feature.column)
 
     def can_take_back(self, end: int, point: int) -> bool:
-        """Return whether the newest queries can be forgotten; those in the sums only all together."""
+        """Return whether the newest queries can be forgotten; those in the sums only all together.
+
+        Args:
+            end: the logical length that would be left.
+            point: logical length at the next event.
+        """
         return end >= self.added_up_to or end <= point - self._summed
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
-        """Forget the newest queries: `end` is the logical length that is left, `lengths` the tokens of each request."""
+        """Forget the newest queries.
+
+        Args:
+            end: the logical length that is left.
+            lengths: tokens of each request that are left.
+            store: the layer's entries.
+        """
         if end < self.added_up_to:
             self.forget(store)
             self.added_up_to, self._lengths = end, lengths.clone()
@@ -338,7 +365,13 @@ class QueryRecorder:
         return tensors if self._lengths is None else {**tensors, "added": self._lengths}
 
     def restore(self, tensors: Mapping[str, Tensor], end: int, point: int) -> None:
-        """Take over the `tensors` of another recorder, of a cache of the logical length `end`."""
+        """Take over the `tensors` of another recorder, of a cache of the logical length `end`.
+
+        Args:
+            tensors: what `tensors` of another recorder has returned.
+            end: the cache's logical length.
+            point: logical length at the next event.
+        """
         self.added_up_to, self._lengths = int(tensors.get("added_up", 0)), tensors.get("added")
         if recorded := below("recorded.", tensors):
             self.window = QueryWindow([recorded], bool(tensors["holes"]))
@@ -401,14 +434,28 @@ class QueryRecorder:
     def _not_yet_added(
         self, new: AttentionInput, feature: SummedFeature, point: int, at: Int[Tensor, "batch n"]
     ) -> Bool[Tensor, "batch n"]:
-        """Return which queries, at these positions, are in a feature's window and not summed yet."""
+        """Return which queries, at these positions, are in a feature's window and not summed yet.
+
+        Args:
+            new: the newest tokens.
+            feature: of which the window is.
+            point: logical length at the event.
+            at: positions of the queries.
+        """
         window = self._windows[feature]
         added = at.new_full((), self.added_up_to) if self._lengths is None else self._lengths
         return at >= (_lengths_at(new, point, window, at) - window).maximum(added)[:, None]
 
 
 def _lengths_at(new: AttentionInput, point: int, window: int, at: Int[Tensor, "batch n"]) -> Int[Tensor, " batch"]:
-    """Return each request's tokens at an event if the window before it has no padding."""
+    """Return each request's tokens at an event if the window before it has no padding.
+
+    Args:
+        new: the newest tokens.
+        point: logical length at the event.
+        window: tokens before the event that are looked at.
+        at: positions of queries; says the batch and the device.
+    """
     if new.cache_valid is None:
         return at.new_full((len(at),), point)
     return new.cache_valid[:, : max(point - window, 0)].sum(-1).to(at.device) + window
@@ -447,7 +494,13 @@ class QueryWindow:
         return self._parts[0] if self._parts else {}
 
     def add(self, new: AttentionInput, size: int, rotated: bool = False) -> None:
-        """Record the queries of each request's newest `size` of these tokens, with their rotation if that is asked."""
+        """Record the queries of each request's newest `size` of these tokens, with their rotation if that is asked.
+
+        Args:
+            new: tokens after attention.
+            size: how many of each request's newest tokens.
+            rotated: whether to record their rotation, too.
+        """
         part = {"queries": new.query.transpose(1, 2), "positions": new.positions}
         if rotated and new.rotation is not None:
             cos, sin = new.rotation
@@ -498,7 +551,6 @@ class QueryWindow:
 
 
 def _right_aligned(columns: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Return the newest `size` queries, with the holes on the left."""
     exists = columns["positions"] >= 0
     order = exists.int().argsort(dim=-1, stable=True)[:, -size:]
     rows = torch.arange(len(order), device=order.device)[:, None]

@@ -150,6 +150,10 @@ def save(
 def load(path: Path, model: PreTrainedModel) -> Saved:
     """Return a context on the devices of its model.
 
+    Args:
+        path: the file.
+        model: the model that the context is of.
+
     Raises:
         KeepsetError: the file is no saved context, damaged, of another version or of another model.
     """
@@ -173,7 +177,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
         raise FILE.corrupt(path) from None
     # A model may be spread over several devices.
     modules = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
-    devices: dict[Any, torch.device | None] = {each.layer_idx: device_of(each) for each in modules}
+    devices: dict[Any, torch.device | None] = {module.layer_idx: device_of(module) for module in modules}
     layers = [
         {name: tensor.to(devices.get(index) or device) for name, tensor in layer.items()}
         for index, layer in enumerate(layers)
@@ -192,7 +196,13 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
 def _images(
     reader: ContextReader, lengths: Int[Tensor, " requests"], model: PreTrainedModel
 ) -> tuple[Ranges, ...] | None:
-    """Read where each request's images are; None if the model has none."""
+    """Read where each request's images are; None if the model has none.
+
+    Args:
+        reader: an open file.
+        lengths: tokens of each request.
+        model: says whether there can be images.
+    """
     found: list[list[tuple[int, int]]] = [[] for _ in lengths]
     if "images" in reader.file:
         rows = reader.tensor("images")
@@ -244,7 +254,13 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
-    """Restore the tensors of one cache layer in an empty one; raise ValueError if they are of another kind."""
+    """Restore the tensors of one cache layer in an empty one; raise ValueError if they are of another kind.
+
+    Args:
+        layer: an empty layer of a cache.
+        tensors: what `_tensors_of` has returned of another one.
+        logical: the cache's logical length.
+    """
     presence = {
         "counts": isinstance(layer, LayerState),
         "keys": isinstance(layer, DynamicSlidingWindowLayer) and not isinstance(layer, LayerState),
@@ -268,6 +284,10 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
 
 def _with_states(layers: Sequence[Mapping[str, Tensor]], model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Return a file's layers with states in the model's precision.
+
+    Args:
+        layers: the tensors of each layer.
+        model: the model that the context is of.
 
     Raises:
         ValueError: states are of other sizes than the model's.

@@ -91,7 +91,17 @@ class SecondPasses(ModelHooks):
         valid: Bool[Tensor, "batch tokens"] | None,
         layers: Sequence[Any],
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
-        """Run all passes at the end of a prompt."""
+        """Run all passes at the end of a prompt.
+
+        Args:
+            entries: keys and values of each layer, `[batch, kv_heads, tokens, ...]`.
+            up_to_event: the prompt's newest tokens in its last layer.
+            valid: which tokens of the prompt are no padding; None if all are.
+            layers: the cache's layers.
+
+        Returns:
+            The statistics of every kind of pass by layer.
+        """
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
         # Before a pass rotates tokens of its own.
         first = up_to_event.lengths + position_offset(self._newest.given, up_to_event.positions, up_to_event.valid)
@@ -114,7 +124,6 @@ class SecondPasses(ModelHooks):
     def _run(
         self, kind: SecondPass, names: Collection[ColumnStatistic], prompt: _Prompt
     ) -> dict[int, SecondPassColumns]:
-        """Run the passes of one kind."""
         ids, entries, valid = prompt.ids, prompt.entries, prompt.valid
         batch = len(ids)
         for task in self._tasks:
@@ -148,7 +157,18 @@ class SecondPasses(ModelHooks):
     def _run_request(
         self, prompt: _Prompt, request: int, length: int, parts: list[Part], names: Collection[ColumnStatistic]
     ) -> dict[int, dict[ColumnStatistic, Tensor]]:
-        """Run parts on top of one request."""
+        """Run parts on top of one request.
+
+        Args:
+            prompt: what is known of the prompt.
+            request: the row of the batch.
+            length: its tokens without padding.
+            parts: what to run.
+            names: the statistics.
+
+        Returns:
+            Statistics of each layer's entries, `[query_heads, entries]`.
+        """
         layers = prompt.layers
         caches: dict[int, _Entries] = {}
         for i, entries in prompt.entries.items():
@@ -202,9 +222,16 @@ class SecondPasses(ModelHooks):
         self._newest.given = *args, *kwargs.values()
 
     def _passes(
-        self, kind: SecondPass, own: Tensor, axes: Int[Tensor, "axes tokens"] | None, tasks: list[Tensor]
+        self, kind: SecondPass, prompt: Tensor, axes: Int[Tensor, "axes tokens"] | None, tasks: list[Tensor]
     ) -> list[Part]:
-        """Return what runs after one request's prompt."""
+        """Return what runs after one request's prompt.
+
+        Args:
+            kind: the feature.
+            prompt: the request's token ids, or embeddings.
+            axes: the model's positions of these tokens if they have several axes.
+            tasks: token ids of questions that are asked in place of the prompt.
+        """
         if self._repeat is None or not kind.repeat:
             if self._deep and not tasks:
                 raise UnsupportedModelError(
@@ -212,15 +239,14 @@ class SecondPasses(ModelHooks):
                     "layers: give task_tokens, or choose another method, such as snapkv."
                 )
             if tasks or axes is None:
-                return [Part(part) for part in tasks or own.split(kind.chunk or len(own))]
-            chunks = zip(own.split(kind.chunk or len(own)), axes.split(kind.chunk or len(own), 1), strict=True)
+                return [Part(part) for part in tasks or prompt.split(kind.chunk or len(prompt))]
+            chunks = zip(prompt.split(kind.chunk or len(prompt)), axes.split(kind.chunk or len(prompt), 1), strict=True)
             return [Part(part, positions=token_positions - token_positions.min()) for part, token_positions in chunks]
-        if own.ndim > 1:
+        if prompt.ndim > 1:
             raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
-        return [Part(tokens, about) for tokens, about in self._repeat.passes(own, kind.chunk)]
+        return [Part(tokens, about) for tokens, about in self._repeat.passes(prompt, kind.chunk)]
 
     def _call(self, parts: list[Part], length: int, first: Int[Tensor, ""], layers: list[Any]) -> None:
-        """Run parts in one call of the model's decoder."""
         model = self._model()
         assert model is not None
         decoder, reached = decoder_of(model), length + max(len(part.tokens) for part in parts)
@@ -327,7 +353,12 @@ class Repeat:
         return length if length < len(prompt) and tuple(prompt[:length].tolist()) == self.opening else 0
 
     def passes(self, prompt: Int[Tensor, " tokens"], chunk: int) -> Iterator[tuple[Int[Tensor, " more"], SoftmaxScope]]:
-        """Yield for each chunk the tokens to run after the prompt, and the entries that they may attend to."""
+        """Yield for each chunk the tokens to run after the prompt, and the entries that they may attend to.
+
+        Args:
+            prompt: the tokens of one request.
+            chunk: tokens of the prompt for each pass; 0 for all.
+        """
         prefix = self.prefix(prompt)
         whole, part, turn = (prompt.new_tensor(words) for words in (self.whole, self.part, self.turn))
         before = prompt[:0]

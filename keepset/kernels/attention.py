@@ -44,18 +44,17 @@ def append_entries(
     keys, values = keys.flatten(0, 1), values.flatten(0, 1)
     first = 0
     for store in stores:
-        own = slice(first, first + store.heads)
-        first = own.stop
-        new_keys, new_values = keys[own], values[own]
+        store_heads = slice(first, first + store.heads)
+        first = store_heads.stop
+        new_keys, new_values = keys[store_heads], values[store_heads]
         if format:
             new_keys, new_values = format.mix(new_keys), format.mix(new_values)
-        _write(store, new_keys, new_values, at[own])
+        _write(store, new_keys, new_values, at[store_heads])
 
 
 def _write(
     store: PackedHeads, keys: Float[Tensor, "heads n _"], values: Float[Tensor, "heads n _"], at: Int[Tensor, "heads n"]
 ) -> None:
-    """Write new entries with mixed rows to a store, and their rounding errors to the residual."""
     columns, lost = [(store.positions, at)], []
     for flat, scale, rows in ((store.keys, store.key_scale, keys), (store.values, store.value_scale, values)):
         if store.format is None or scale is None:
@@ -128,12 +127,18 @@ def ragged_attention(
             if store.bias is not None:
                 bias = run.view(store.bias)[None, :, None].to(queries.dtype)
                 mask = bias if mask is None else bias.where(mask, float("-inf"))
-            some, keys, values = folded[None, heads], store.rows(run, "keys")[None], store.rows(run, "values")[None]
+            head_queries, keys, values = (
+                folded[None, heads],
+                store.rows(run, "keys")[None],
+                store.rows(run, "values")[None],
+            )
             if softmax.softcap is None and sinks is None:
-                attended = F.scaled_dot_product_attention(some, keys, values, mask, scale=softmax.scaling)
+                attended = F.scaled_dot_product_attention(head_queries, keys, values, mask, scale=softmax.scaling)
             else:
-                own = replace(softmax, sinks=None if sinks is None else sinks[heads].repeat_interleave(n, 1))
-                attended = softmax_attention(some, keys, values, own, mask)[0].transpose(1, 2).contiguous()
+                head_softmax = replace(softmax, sinks=None if sinks is None else sinks[heads].repeat_interleave(n, 1))
+                attended = (
+                    softmax_attention(head_queries, keys, values, head_softmax, mask)[0].transpose(1, 2).contiguous()
+                )
             outputs.append(attended[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if format:
@@ -157,8 +162,8 @@ def pack_entries(
     heads = counts.flatten()
     if not uses_triton(indices.device):
         rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
-        places = cache(lambda capacity: rows * capacity + indices)  # a store's columns share a capacity
-        return {name: _pick(column, rows, indices, places) for name, column in columns.items()}
+        flat_indices = cache(lambda capacity: rows * capacity + indices)  # a store's columns share a capacity
+        return {name: _pick(column, rows, indices, flat_indices) for name, column in columns.items()}
     packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
     if packed and len(indices):
         from keepset.kernels.triton import attention  # loads Triton
@@ -174,12 +179,18 @@ def _pick(
     column: Shaped[Tensor, "batch kv_heads entries ..."],
     rows: Int[Tensor, " kept"],
     indices: Int[Tensor, " kept"],
-    places: Callable[[int], Int[Tensor, " kept"]],
+    flat_indices: Callable[[int], Int[Tensor, " kept"]],
 ) -> Shaped[Tensor, "kept ..."]:
     """Return `column[rows, indices]`, gathered row by row.
 
-    Every memory order is read in place, because flattening would copy entries that are about to be dropped. `places`
-    returns `rows * capacity + indices` for a given capacity.
+    Every memory order is read in place, because flattening would copy entries that are about to be dropped.
+    `flat_indices` returns `rows * capacity + indices` for a given capacity.
+
+    Args:
+        column: with any strides.
+        rows: the head of each entry, counted over the batch.
+        indices: of the entries in their heads.
+        flat_indices: returns `rows * capacity + indices` for a given capacity.
     """
     batch, heads, entries = column.shape[:3]
     of_request, of_head, of_entry = column.stride()[:3]
@@ -187,11 +198,11 @@ def _pick(
         capacity = of_head // of_entry
         last = (batch * heads - 1) * capacity + entries
         flat = column.as_strided((last, *column.shape[3:]), column.stride()[2:])
-        return flat.index_select(0, places(capacity))
+        return flat.index_select(0, flat_indices(capacity))
     swapped = column.transpose(1, 2)
     if swapped.is_contiguous():
         request, head = rows // heads, rows % heads
         return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
             0, (request * entries + indices) * heads + head
         )
-    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, places(entries))
+    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, flat_indices(entries))

@@ -36,9 +36,13 @@ class ColumnStatistic(StrEnum):
             return attention.amax(-2)
         return (attention.square() if self is ColumnStatistic.SQUARE else attention).sum(-2)
 
-    def merge(self, some: Float[Tensor, "*shape"], others: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the statistic over all queries, given those over two disjoint parts of them."""
-        return torch.maximum(some, others) if self is ColumnStatistic.MAX else torch.add(some, others)
+    def merge(self, first: Float[Tensor, "*shape"], second: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Return the statistic over all queries, given those over two disjoint parts of them.
+
+        Args:
+            first, second: of the two parts.
+        """
+        return torch.maximum(first, second) if self is ColumnStatistic.MAX else torch.add(first, second)
 
 
 def attention_columns(
@@ -137,7 +141,17 @@ def _logits(
     causal: bool,
     lse: Float[Tensor, "kv_heads group n"] | None = None,
 ) -> Float[Tensor, "kv_heads group chunk visible"]:
-    """Return the float32 logits of one chunk of queries, less their log-sum-exp if it is given."""
+    """Return the float32 logits of one chunk of queries, less their log-sum-exp if it is given.
+
+    Args:
+        queries: of the last `n` entries; if not `causal`, of tokens after all entries.
+        keys: of all entries.
+        softmax: the model's softmax, whose sinks do not count.
+        start: the first query of the chunk.
+        most: the most queries of the chunk.
+        causal: whether a query sees only the entries up to its own.
+        lse: log-sum-exp of all queries' logits.
+    """
     entries = keys.shape[1]
     chunk = queries[:, :, start : start + most]
     rows = chunk.shape[2]
@@ -203,7 +217,6 @@ def attention_with_lse(
 
 
 def _fused_operator(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Callable[..., Any], Sequence[Any]] | None:
-    """Return PyTorch's operator for attention and its log-sum-exp, and its options; None if none takes these shapes."""
     device, dtype, square = queries.device, queries.dtype, keys.shape[-1] == values.shape[-1]
     aten, dropout = torch.ops.aten, 0.0
     if device.type == "cpu":
@@ -274,7 +287,13 @@ class Moments:
         self._scatter: Float[Tensor, "batch heads _"]
 
     def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
-        """Add those rows of a chunk that count; memory does not grow. `full` is the same in every call."""
+        """Add those rows of a chunk that count; memory does not grow.
+
+        Args:
+            rows: of every head.
+            counted: which rows count.
+            full: whether the whole covariance is computed, not only its diagonal; the same in every call.
+        """
         weights = counted[:, None, :, None].to(rows.dtype)
         count = weights.sum(2)
         mean = (weights.transpose(-1, -2) @ rows)[:, :, 0] / count.clamp(min=1)
@@ -289,14 +308,19 @@ class Moments:
             count = total
         self._count, self.mean, self._scatter, self._full = count, mean, scatter, full
 
-    def merged_with(self, others: Sequence[Moments]) -> Moments:
+    def merged_with(self, following: Sequence[Moments]) -> Moments:
         """Return the moments of this batch followed by those of other batches."""
-        every = [moments.tensors for moments in (self, *others)]
+        every = [moments.tensors for moments in (self, *following)]
         return Moments.of({name: torch.cat([part[name] for part in every]) for name in NAMES}, self._full)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], full: bool) -> Moments:
-        """Return the moments whose `tensors` these are."""
+        """Return the moments whose `tensors` these are.
+
+        Args:
+            tensors: by the names in `NAMES`.
+            full: whether they are of the whole covariance.
+        """
         moments = cls()
         moments._count, moments.mean, moments._scatter = (tensors[name] for name in NAMES)
         moments._full = full
@@ -322,9 +346,9 @@ class Moments:
         covariance, size = self._scatter / self._counted.clamp(min=1), self.mean.shape[-1]
         if not self._full:
             return covariance
-        above, beside = torch.triu_indices(size, size, device=covariance.device)
+        rows, columns = torch.triu_indices(size, size, device=covariance.device)
         full = covariance.new_empty(*covariance.shape[:-1], size, size)
-        full[..., above, beside] = full[..., beside, above] = covariance
+        full[..., rows, columns] = full[..., columns, rows] = covariance
         return full
 
     @property
@@ -342,11 +366,11 @@ def _products(rows: Float[Tensor, "batch heads n dim"]) -> Float[Tensor, "batch 
     if rows.device.type == "cpu" or rows.shape[2] < 2 * _PART:
         return rows.transpose(-1, -2) @ rows
     whole = rows.shape[2] // _PART * _PART
-    parts, rest = rows[:, :, :whole].unflatten(2, (-1, _PART)), rows[:, :, whole:]
-    return (parts.transpose(-1, -2) @ parts).sum(2) + rest.transpose(-1, -2) @ rest
+    parts, remainder = rows[:, :, :whole].unflatten(2, (-1, _PART)), rows[:, :, whole:]
+    return (parts.transpose(-1, -2) @ parts).sum(2) + remainder.transpose(-1, -2) @ remainder
 
 
 def _upper(matrix: Float[Tensor, "*rows dim dim"]) -> Float[Tensor, "*rows _"]:
     """Return the upper triangle of each matrix as a row."""
-    above, beside = torch.triu_indices(matrix.shape[-1], matrix.shape[-1], device=matrix.device)
-    return matrix[..., above, beside]
+    rows, columns = torch.triu_indices(matrix.shape[-1], matrix.shape[-1], device=matrix.device)
+    return matrix[..., rows, columns]

@@ -22,7 +22,12 @@ DEVICE_BLOCK = 2**26
 
 
 def block_size(device: torch.device, on_cpu: int) -> int:
-    """Return how many float32 numbers to compute at a time."""
+    """Return how many float32 numbers to compute at a time.
+
+    Args:
+        device: where they are computed.
+        on_cpu: how many on a CPU; elsewhere it is always `DEVICE_BLOCK`.
+    """
     return on_cpu if device.type == "cpu" else DEVICE_BLOCK
 
 
@@ -52,19 +57,24 @@ def launched_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """Return host values on a device, without a host sync."""
-    there = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    return there.to(device, non_blocking=there.device.type == "cpu")  # a copy to the host must be complete
+    """Return host values on a device, without a host sync.
+
+    Args:
+        values: whole numbers, or a tensor on the host.
+        device: where the result goes.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")  # a copy to the host must be complete
 
 
 class AsyncHostCopy:
     """An asynchronous copy from a device to the host. Reading it waits for the copy, not for later launches."""
 
-    def __init__(self, there: Tensor) -> None:
-        on_gpu = there.device.type == "cuda"
-        self._on_host = torch.empty(there.shape, dtype=there.dtype, pin_memory=on_gpu)
-        self._on_host.copy_(there, non_blocking=True)
-        self._arrived = torch.cuda.current_stream(there.device).record_event() if on_gpu else None
+    def __init__(self, tensor: Tensor) -> None:
+        on_gpu = tensor.device.type == "cuda"
+        self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._on_host.copy_(tensor, non_blocking=True)
+        self._arrived = torch.cuda.current_stream(tensor.device).record_event() if on_gpu else None
 
     def tolist(self) -> list[Any]:
         """Wait for the copy, and return the numbers."""

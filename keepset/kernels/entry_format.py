@@ -82,14 +82,20 @@ def _times(
     matrix: Float[Tensor, "size size"],
     output: Float[Tensor, "*places size"] | None = None,
 ) -> Float[Tensor, "*places size"]:
-    """Return each row times a matrix, in the row's dtype; sums have the matrix's. On a GPU this is one launch."""
+    """Return each row times a matrix, in the row's dtype; sums have the matrix's. On a GPU this is one launch.
+
+    Args:
+        rows: with any strides.
+        matrix: in the type of the sums.
+        output: where the result goes; None for a new tensor.
+    """
     if uses_triton(rows.device) and matrix.dtype == torch.float32:
         from keepset.kernels.triton import mixing  # loads Triton
 
-        made = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if output is None else output
+        result = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if output is None else output
         with launched_on(rows.device):
-            mixing.times(rows, matrix, made)
-        return made
+            mixing.times(rows, matrix, result)
+        return result
     product = rows.to(matrix.dtype) @ matrix
     return product.to(rows.dtype) if output is None else output.copy_(product)
 
@@ -159,7 +165,12 @@ class EntryFormat(ABC):
     def dequantize(
         self, rows: Shaped[Tensor, "*places width"], scale: Float[Tensor, "*places"]
     ) -> Float[Tensor, "*places dim"]:
-        """Return mixed rows from their stored form, in the scales' dtype."""
+        """Return mixed rows from their stored form, in the scales' dtype.
+
+        Args:
+            rows: as they are stored.
+            scale: of each row.
+        """
 
     def mix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
         """Return rows, or queries, with their numbers mixed."""
@@ -272,13 +283,18 @@ def format_of(dtype: torch.dtype) -> EntryFormat | None:
 def inputs_of(
     keys: Float[Tensor, "*entries head_dim"], values: Float[Tensor, "*entries value_dim"]
 ) -> Float[Tensor, "*entries inputs"]:
-    """Return the networks' inputs: the key before rotation, the value, and the logarithms of their lengths."""
+    """Return the networks' inputs: the key before rotation, the value, and the logarithms of their lengths.
+
+    Args:
+        keys: before rotation; a caller may also undo the rotation in the result.
+        values: as cached.
+    """
     inputs = torch.empty(
         *keys.shape[:-1], keys.shape[-1] + values.shape[-1] + 2, dtype=torch.float32, device=keys.device
     )
     key, value, lengths = inputs.split([keys.shape[-1], values.shape[-1], 2], -1)
-    for part, given, length in zip((key, value), (keys, values), lengths.unbind(-1), strict=True):
-        torch.linalg.vector_norm(part.copy_(given), dim=-1, out=length)
+    for part, source, length in zip((key, value), (keys, values), lengths.unbind(-1), strict=True):
+        torch.linalg.vector_norm(part.copy_(source), dim=-1, out=length)
     lengths.clamp_(min=SHORTEST).log_()
     return inputs
 

@@ -100,6 +100,13 @@ def _reference(
     """Return attention's output over all entries, and the shares of kept entries and of a sink.
 
     It is computed in blocks of queries. With a `format`, the shares are those of the rounded kept keys.
+
+    Args:
+        heads: what is fitted.
+        kept: indices of the kept entries.
+        exists: which of them are no padding.
+        softmax: of these heads.
+        format: the format in which keys will be stored; None if they do not change.
     """
     # Places without an entry may hold NaN.
     hidden = heads.added.isneginf()[..., None]
@@ -107,13 +114,13 @@ def _reference(
     values = heads.values.float().masked_fill(hidden, 0.0)
     stored = None
     if format is not None:
-        own = _gathered(heads.keys, kept).masked_fill(~exists[..., None], 0.0)
-        stored = own.float().transpose(1, 2), format.rounded(own).float().transpose(1, 2)
+        kept_keys = _gathered(heads.keys, kept).masked_fill(~exists[..., None], 0.0)
+        stored = kept_keys.float().transpose(1, 2), format.rounded(kept_keys).float().transpose(1, 2)
     outputs, shares, sunk = [], [], []
     size = max(1, block_size(heads.keys.device, PRODUCT_BLOCK) // heads.keys[..., 0].numel())
     for first in range(0, max(heads.queries.shape[1], 1), size):
         rows = slice(first, first + size)
-        block, asked = heads.queries[:, rows], heads.asked[:, rows]
+        block, is_asked = heads.queries[:, rows], heads.asked[:, rows]
         if softmax.softcap is None:
             logits = torch.baddbmm(heads.added[:, None], block.float(), keys, alpha=softmax.scaling)
         else:
@@ -122,11 +129,11 @@ def _reference(
             attention = torch.softmax(logits, -1, out=logits)
         else:
             attention, lost = with_sink(logits, softmax.sinks[:, rows])
-            sunk.append(lost.nan_to_num_(0.0).masked_fill_(~asked, 0.0))
-        attention = attention.nan_to_num_(0.0).masked_fill_(~asked[..., None], 0.0)
+            sunk.append(lost.nan_to_num_(0.0).masked_fill_(~is_asked, 0.0))
+        attention = attention.nan_to_num_(0.0).masked_fill_(~is_asked[..., None], 0.0)
         outputs.append(attention @ values)
-        places = kept[:, None].expand(-1, attention.shape[1], -1)
-        share = attention.gather(-1, places)
+        kept_indices = kept[:, None].expand(-1, attention.shape[1], -1)
+        share = attention.gather(-1, kept_indices)
         if stored is not None:
             before, after = (softmax.capped(block.float() @ part * softmax.scaling) for part in stored)
             share *= (after - before).exp_().nan_to_num_(0.0)
@@ -141,22 +148,35 @@ def _weights(
 
     The ridge pulls towards the single weight that is best for all entries. Without it an entry with little attention
     from the reference queries could get a large weight, which would be wrong for other queries.
+
+    Args:
+        shares: attention of each reference query to the kept entries.
+        sunk: the sink's; None if there is none.
+        ridge: how strongly weights are pulled together.
+        count: how many entries each head keeps.
     """
     target = (shares if sunk is None else shares * (1.0 - sunk[..., None])).sum(1)
     penalty = _penalty(shares, ridge, count)
-    alike = target.sum(-1, keepdim=True) / _square(shares.sum(-1)).clamp(min=torch.finfo(shares.dtype).tiny)[:, None]
-    alike = alike.where(target.any(-1, keepdim=True), 1.0)
-    weights = alike.expand_as(target)
+    uniform = target.sum(-1, keepdim=True) / _square(shares.sum(-1)).clamp(min=torch.finfo(shares.dtype).tiny)[:, None]
+    uniform = uniform.where(target.any(-1, keepdim=True), 1.0)
+    weights = uniform.expand_as(target)
     for _ in range(_STEPS):
         met = (shares @ weights[..., None]).transpose(1, 2) @ shares
-        weights = weights * (target + penalty * alike) / (met[:, 0] + penalty * weights)
+        weights = weights * (target + penalty * uniform) / (met[:, 0] + penalty * weights)
     return weights.clamp(_LEAST, _MOST)
 
 
 def _ridge(
     paid: Float[Tensor, "heads m k"], residual: Float[Tensor, "heads m value_dim"], ridge: float, count: Tensor
 ) -> Float[Tensor, "heads k value_dim"]:
-    """Return the numbers to add to the values; the system is solved by entry or by query, whichever is smaller."""
+    """Return the numbers to add to the values; the system is solved by entry or by query, whichever is smaller.
+
+    Args:
+        paid: attention of each reference query to the kept entries.
+        residual: what is missing from the output.
+        ridge: how strongly the numbers are pulled to zero.
+        count: how many entries each head keeps.
+    """
     transposed, penalty = paid.transpose(1, 2), _penalty(paid, ridge, count)
     by_query = paid.shape[1] < paid.shape[2]
     normal = paid @ transposed if by_query else transposed @ paid
@@ -171,23 +191,28 @@ def _ridge(
 
 
 def _penalty(rows: Float[Tensor, "heads m k"], ridge: float, count: Int[Tensor, " heads"]) -> Float[Tensor, "heads 1"]:
-    """Return the number to add to the diagonal of the rows' normal equations: `ridge` times its mean."""
+    """Return the number to add to the diagonal of the rows' normal equations: `ridge` times its mean.
+
+    Args:
+        rows: of the least squares.
+        ridge: how strong the penalty is.
+        count: how many entries each head keeps.
+    """
     return (ridge * _square(rows) / count.clamp(min=1) + torch.finfo(rows.dtype).tiny)[:, None]
 
 
 def _normalised(
     shares: Float[Tensor, "heads m k"], sunk: Float[Tensor, "heads m"] | None
 ) -> Float[Tensor, "heads m k"]:
-    """Return the shares divided by their sum, a sink's share included."""
     whole = shares.sum(-1, keepdim=True) if sunk is None else shares.sum(-1, keepdim=True) + sunk[..., None]
     return shares / whole.clamp(min=torch.finfo(shares.dtype).tiny)
 
 
 def _square(numbers: Float[Tensor, "heads *rest"]) -> Float[Tensor, " heads"]:
-    """Return the sum of squares of each head."""
     return numbers.square().flatten(1).sum(-1)
 
 
-def _gathered(rows: Float[Tensor, "heads entries dim"], places: Int[Tensor, "heads k"]) -> Float[Tensor, "heads k dim"]:
-    """Return the rows at these places."""
-    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
+def _gathered(
+    rows: Float[Tensor, "heads entries dim"], indices: Int[Tensor, "heads k"]
+) -> Float[Tensor, "heads k dim"]:
+    return rows.gather(1, indices[..., None].expand(-1, -1, rows.shape[-1]))

@@ -1,8 +1,15 @@
-"""Heads of any lengths, packed one after another in flat tensors, and tables of their places for host and kernels."""
+"""Heads of any lengths, packed one after another in flat tensors, and tables of their places for host and kernels.
+
+Heads follow one another, request after request, each with its own number of entries. Neighbours with equally many
+entries form a run, which has a view `[heads, entries, ...]`. A dense layer is a single run, a head-ragged layer has a
+run per head.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -11,7 +18,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.dispatch import CACHE_BLOCK, uses_triton
+from keepset.kernels.dispatch import CACHE_BLOCK, upload, uses_triton
 from keepset.kernels.entry_format import EntryFormat, format_of
 
 ENTRIES = ("keys", "values", "positions")
@@ -20,6 +27,12 @@ SCALES = {"keys": "key_scale", "values": "value_scale"}
 """Two more columns if keys and values are stored in few bits: their scales."""
 BIAS = "bias"
 """The name of the one remembered number per entry that attention reads too: it is added to the logits."""
+
+
+SLACK = 64
+"""Free places per head that are allocated at once when columns grow, at least."""
+_SHARE = 8
+"""Growing columns get at least one free place per this many entries, so growth costs constant time per entry."""
 
 
 @dataclass
@@ -51,9 +64,11 @@ class HeadRun:
         """
         n = self.count - first if n is None else n
         # One call of PyTorch, because every token of every layer makes such views.
-        place, *rest = flat.stride()
-        begin = flat.storage_offset() + (self.start + first) * place
-        return flat.as_strided((self.heads, n, *flat.shape[1:]), (self.capacity * place, place, *rest), begin)
+        entry_stride, *number_strides = flat.stride()
+        begin = flat.storage_offset() + (self.start + first) * entry_stride
+        return flat.as_strided(
+            (self.heads, n, *flat.shape[1:]), (self.capacity * entry_stride, entry_stride, *number_strides), begin
+        )
 
 
 def runs_of(counts: Sequence[int]) -> list[HeadRun]:
@@ -143,7 +158,12 @@ class PackedHeads:
         return pieces
 
     def rows(self, run: HeadRun, name: Literal["keys", "values"]) -> Float[Tensor, "heads entries size"]:
-        """Return a run's keys or values for attention: a view, or a dequantised, mixed copy if they are quantised."""
+        """Return a run's keys or values for attention: a view, or a dequantised, mixed copy if they are quantised.
+
+        Args:
+            run: one of `runs`, or a part of one.
+            name: which of the two.
+        """
         stored, scale = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
         if self.format is None or scale is None:
             return run.view(stored)
@@ -153,9 +173,9 @@ class PackedHeads:
             if first < last and part.count:
                 assert self.residual is not None
                 start = part.start + (first - part.first) * part.capacity
-                own = replace(part, first=first, heads=last - first, start=start)
+                part_run = replace(part, first=first, heads=last - first, start=start)
                 newest = rows[first - run.first : last - run.first, run.count - part.count :]
-                newest += self.residual.rows(own, name)
+                newest += self.residual.rows(part_run, name)
         return rows
 
     def whole(self) -> PackedHeads:
@@ -236,3 +256,149 @@ class HeadTable:
         joined = torch.cat([store.host_table for store in stores], 1)
         joined[-1] += torch.tensor([store.grown for store in stores for _ in range(store.heads)], dtype=torch.long)
         self.addresses = joined.to(stores[0].keys.device, non_blocking=True)
+
+
+class HeadColumns:
+    """Columns of the entries of some heads, each a flat tensor: head after head, with free places behind each head.
+
+    All columns of an entry move together. Columns other than keys, values and positions are zero in free places, so a
+    new token writes nothing to them.
+
+    Args:
+        tensors: `[entries, ...]` by name, head after head, without free places.
+        counts: returns the number of entries of each head; called once the host needs it.
+
+    Attributes:
+        free: free places behind the entries of each head.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], counts: Callable[[], Sequence[int]]) -> None:
+        self.tensors, self._counts, self.free = tensors, counts, 0
+
+    @cached_property
+    def runs(self) -> list[HeadRun]:
+        """Where the heads are."""
+        return runs_of(self._counts())
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of entries of each head."""
+        return [run.count for run in self.runs for _ in range(run.heads)]
+
+    @property
+    def entries(self) -> int:
+        """Number of entries of all heads."""
+        return sum(run.heads * run.count for run in self.runs)
+
+    @property
+    def longest(self) -> int:
+        """Number of entries of the longest head."""
+        return max(run.count for run in self.runs)
+
+    @property
+    def starts(self) -> list[int]:
+        """The first place of every head."""
+        return [run.start + i * run.capacity for run in self.runs for i in range(run.heads)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, free places included."""
+        return sum(column.nbytes for column in self.tensors.values())
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one entry of one head, over all columns."""
+        return sum(column[:1].nbytes for column in self.tensors.values())
+
+    def rectangle(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return a column head by head: a view if all heads have equally many entries, else a copy, zero behind them.
+
+        Args:
+            name: the column.
+            shape: the heads, such as `[batch, kv_heads]`.
+
+        Returns:
+            The column, `[*shape, entries, ...]`.
+        """
+        flat = self.tensors[name]
+        if len(self.runs) == 1:
+            return self.runs[0].view(flat).unflatten(0, shape)
+        column = flat.new_zeros(math.prod(shape), self.longest, *flat.shape[1:])
+        for run in self.runs:
+            column[run.first : run.first + run.heads, : run.count] = run.view(flat)
+        return column.unflatten(0, shape)
+
+    def places(self, index: Int[Tensor, "heads n"]) -> Int[Tensor, " heads_n"]:
+        """Return where entries of each head are in the flat tensors; any place for entries after a head's last."""
+        starts = upload(self.starts, index.device)[:, None]
+        return (starts + index).flatten().clamp(max=len(self.tensors["positions"]) - 1)
+
+    def append(self, new: Mapping[str, Shaped[Tensor, "heads n ..."]], indices: Sequence[Int[Tensor, " _"]]) -> None:
+        """Add some new entries to each head; everything is packed again.
+
+        Args:
+            new: columns of the new entries; the other columns' numbers are zero.
+            indices: which of them are added to each head.
+        """
+        longest, n, device = self.longest, new["positions"].shape[1], new["positions"].device
+        present = torch.arange(longest, device=device)
+        rows = [
+            head * (longest + n) + torch.cat([present[:count], longest + real])
+            for head, (count, real) in enumerate(zip(self.counts, indices, strict=True))
+        ]
+        row_indices, counts = torch.cat(rows), [len(head) for head in rows]
+        for name, flat in self.tensors.items():
+            column = self.rectangle(name, [len(rows)])
+            added = new[name] if name in new else flat.new_zeros(len(rows), n, *flat.shape[1:])
+            self.tensors[name] = torch.cat([column, added], 1).flatten(0, 1).index_select(0, row_indices)
+        self.runs, self.free = runs_of(counts), 0
+
+    def grow(self, n: int, room: int) -> None:
+        """Move the heads to where new tokens have free places.
+
+        Args:
+            n: tokens of each head.
+            room: free places per head to allocate, within limits; 0 if unknown.
+        """
+        most = max(SLACK, self.longest // _SHARE)
+        slack = max(n, min(room, most) if room else most)
+        runs, start = [], 0
+        for run in self.runs:
+            runs.append(replace(run, start=start, capacity=run.count + slack))
+            start += run.heads * (run.count + slack)
+        for name, flat in self.tensors.items():
+            make = flat.new_empty if name in ENTRIES else flat.new_zeros
+            grown = make((start, *flat.shape[1:]))
+            for old, new in zip(self.runs, runs, strict=True):
+                new.view(grown).copy_(old.view(flat))
+            self.tensors[name] = grown
+        self.runs, self.free = runs, slack
+
+    def crop(self, removed: Sequence[int]) -> None:
+        """Drop the newest entries: a given number of each head."""
+        if len(set(removed)) > 1:
+            self.rebuild([(head, count - removed[head]) for head, count in enumerate(self.counts)])
+            return
+        self.free += removed[0]
+        for run in self.runs:
+            run.count -= removed[0]
+            for name in self.tensors.keys() - set(ENTRIES):
+                run.view(self.tensors[name], run.count, removed[0]).zero_()
+
+    def rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
+        """Make new columns without free places, of these heads with so many entries each, in this order.
+
+        Args:
+            heads: each head to take, which may repeat or be missing, and how many of its first entries.
+        """
+        starts = self.starts
+        for name, flat in self.tensors.items():
+            self.tensors[name] = torch.cat([flat[starts[head] : starts[head] + count] for head, count in heads])
+        self.runs, self.free = runs_of([count for _, count in heads]), 0
+
+    def packed(self) -> HeadColumns:
+        """Return a copy without free places."""
+        copied = copy.copy(self)
+        copied.tensors = dict(self.tensors)
+        copied.rebuild(list(enumerate(self.counts)))
+        return copied

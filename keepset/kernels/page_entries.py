@@ -14,20 +14,24 @@ from keepset.kernels.page_layout import Addresses, LayerPages
 
 
 def read_keys(
-    caches: Sequence[LayerPages], place: int, subpages: Int[Tensor, "*rows pages"]
+    caches: Sequence[LayerPages], first_layer: int, subpages: Int[Tensor, "*rows pages"]
 ) -> Shaped[Tensor, "*rows entries row"]:
-    """Return the stored keys of whole sub-pages; see `read_pages`."""
-    return read_pages([cache[..., : cache.shape[3] // 2] for cache in caches], place, subpages)
+    """Return the stored keys of whole sub-pages; see `read_pages`.
+
+    Args:
+        caches, first_layer, subpages: as in `read_pages`.
+    """
+    return read_pages([cache[..., : cache.shape[3] // 2] for cache in caches], first_layer, subpages)
 
 
 def read_pages(
-    caches: Sequence[LayerPages], place: int, subpages: Int[Tensor, "*rows pages"]
+    caches: Sequence[LayerPages], first_layer: int, subpages: Int[Tensor, "*rows pages"]
 ) -> Shaped[Tensor, "*rows entries width"]:
     """Return the entries of whole sub-pages, each row's pages joined.
 
     Args:
         caches: caches of layers of one shape that share block tables.
-        place: index of the layer whose first sub-page is number 0.
+        first_layer: index of the layer whose first sub-page is number 0.
         subpages: numbers of the sub-pages, in the order of the entries. The numbering continues into the following
             caches, and from the last cache into the first.
     """
@@ -38,18 +42,17 @@ def read_pages(
 
         entries = first.new_empty(*rows, pages * size, width)
         with launched_on(first.device):
-            page_entries.read(first, addresses_of(caches), place, subpages.contiguous(), entries)
+            page_entries.read(first, addresses_of(caches), first_layer, subpages.contiguous(), entries)
         return entries
     number, subpages = first.shape[:2].numel(), subpages.flatten().long()
     parts = [
-        (own, _pages(caches[layer % len(caches)], subpages[own] % number))
-        for layer, own in by_layer(place + subpages // number)
+        (item_indices, _pages(caches[layer % len(caches)], subpages[item_indices] % number))
+        for layer, item_indices in by_layer(first_layer + subpages // number)
     ]
     return joined(parts, len(subpages)).reshape(*rows, pages * size, width)
 
 
 def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
-    """Return whole sub-pages of one layer."""
     if cache.stride(0) == cache.shape[1] * cache.stride(1):
         return cache.flatten(0, 1).index_select(0, subpages)  # twice as fast as by two indices
     return cache[subpages // cache.shape[1], subpages % cache.shape[1]]
@@ -58,7 +61,12 @@ def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n 
 def take_entries(
     caches: Sequence[LayerPages], slots: Int[Tensor, " n"]
 ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
-    """Return key and value of the entry at each slot."""
+    """Return key and value of the entry at each slot.
+
+    Args:
+        caches: caches of layers of one shape.
+        slots: as in `write_entries`.
+    """
     first = caches[0]
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
@@ -68,7 +76,10 @@ def take_entries(
             with launched_on(first.device):
                 page_entries.move(first, addresses_of(caches), keys, values, slots, into_pages=False)
     else:
-        parts = [(own, caches[layer][place]) for layer, own, place in places_of(first.shape, slots)]
+        parts = [
+            (item_indices, caches[layer][location])
+            for layer, item_indices, location in locations_of(first.shape, slots)
+        ]
         keys, values = joined(parts, len(slots)).chunk(2, -1)
     return keys, values
 
@@ -88,9 +99,9 @@ def write_entries(
     """
     first = caches[0]
     if not uses_triton(first.device):
-        for layer, own, place in places_of(first.shape, slots):
+        for layer, item_indices, location in locations_of(first.shape, slots):
             of_keys, of_values = caches[layer].chunk(2, -1)
-            of_keys[place], of_values[place] = keys[own], values[own]
+            of_keys[location], of_values[location] = keys[item_indices], values[item_indices]
     elif len(slots):
         from keepset.kernels.triton import page_entries  # loads Triton
 
@@ -107,7 +118,7 @@ def by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
     return [(layer, (layers == layer).nonzero()[:, 0]) for layer in layer_ids]
 
 
-def places_of(
+def locations_of(
     shape: Sequence[int], slots: Int[Tensor, " n"]
 ) -> Iterator[tuple[int, Tensor | slice, tuple[Tensor, Tensor, Tensor]]]:
     """Yield each layer among the slots, its entries' indices, and the block, head and offset of each.
@@ -117,19 +128,24 @@ def places_of(
         slots: as `write_entries` takes them.
     """
     blocks, kv_heads, size = shape[:3]
-    for layer, own in by_layer(slots // (blocks * kv_heads * size)):
-        place = slots[own] // size
+    for layer, item_indices in by_layer(slots // (blocks * kv_heads * size)):
+        subpage = slots[item_indices] // size
         # Two indices: the strides of blocks and heads need not allow one flat view.
-        yield layer, own, (place // kv_heads % blocks, place % kv_heads, slots[own] % size)
+        yield layer, item_indices, (subpage // kv_heads % blocks, subpage % kv_heads, slots[item_indices] % size)
 
 
 def joined(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tensor:
-    """Return the parts of several layers as one tensor."""
+    """Return the parts of several layers as one tensor.
+
+    Args:
+        parts: each with the indices of its items in the result.
+        number: items of the result.
+    """
     if len(parts) == 1:
         return parts[0][1]
     whole = parts[0][1].new_empty(number, *parts[0][1].shape[1:])
-    for own, part in parts:
-        whole[own] = part
+    for item_indices, part in parts:
+        whole[item_indices] = part
     return whole
 
 

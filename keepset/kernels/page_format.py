@@ -95,21 +95,34 @@ class PageFormat:
         return rows
 
     def join(self, numbers: Int8[Tensor, "n head_dim"], scale: Float[Tensor, " n"]) -> Shaped[Tensor, "n row"]:
-        """Return rows of the given integers and scales, unchanged, as bytes."""
+        """Return rows of the given integers and scales, unchanged, as bytes.
+
+        Args:
+            numbers: as they are stored.
+            scale: of each row.
+        """
         return torch.cat([numbers.view(torch.uint8), scale.float()[:, None].view(torch.uint8)], -1)
 
     def encode_entries(
         self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
     ) -> tuple[Shaped[Tensor, "*n row"], Shaped[Tensor, "*n row"]]:
-        """Return the rows of keys and values of a layer, as bytes."""
-        places, keys, values = keys.shape[:-1], keys.reshape(-1, self.head_dim), values.reshape(-1, self.head_dim)
+        """Return the rows of keys and values of a layer, as bytes.
+
+        Args:
+            keys, values: not quantised.
+        """
+        shape, keys, values = keys.shape[:-1], keys.reshape(-1, self.head_dim), values.reshape(-1, self.head_dim)
         rows = self.encode(keys, self.key_scale), self.encode(values, self.value_scale)
-        return rows[0].view(*places, -1), rows[1].view(*places, -1)
+        return rows[0].view(*shape, -1), rows[1].view(*shape, -1)
 
     def decode_entries(
         self, keys: Shaped[Tensor, "*places row"], values: Shaped[Tensor, "*places row"]
     ) -> tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places head_dim"]]:
-        """Return the keys and values that rows of a layer stand for."""
+        """Return the keys and values that rows of a layer stand for.
+
+        Args:
+            keys, values: stored rows.
+        """
         return self.decode(keys, self.key_scale), self.decode(values, self.value_scale)
 
     def decode(
@@ -121,20 +134,20 @@ class PageFormat:
             rows: the stored rows; the bytes of each are contiguous.
             scale: the scale of the layer, or of the layer of each; None if rows have their own.
         """
-        places = rows.shape[:-1]
+        shape = rows.shape[:-1]
         flat = rows.reshape(-1, rows.shape[-1])
-        layer_scale = None if scale is None else scale.expand(places).reshape(-1)
+        layer_scale = None if scale is None else scale.expand(shape).reshape(-1)
         decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
         # In blocks whose numbers fit a core's cache in float32.
         at_once = max(1, block_size(rows.device, CACHE_BLOCK) // self.head_dim)
         for first in range(0, len(flat), at_once):
-            some = slice(first, first + at_once)
-            numbers, own = self.parts(flat[some])
-            for factor in (own, None if layer_scale is None else layer_scale[some]):
+            block = slice(first, first + at_once)
+            numbers, row_scale = self.parts(flat[block])
+            for factor in (row_scale, None if layer_scale is None else layer_scale[block]):
                 if factor is not None:
                     torch.mul(numbers, factor[:, None], out=numbers)
-            decoded[some] = numbers if self.mixing is None else self.mixing.unmixed(numbers)
-        return decoded.view(*places, self.head_dim)
+            decoded[block] = numbers if self.mixing is None else self.mixing.unmixed(numbers)
+        return decoded.view(*shape, self.head_dim)
 
 
 def largest_number(kind: torch.dtype) -> float:
@@ -173,7 +186,12 @@ def decode_layers(
 
 
 def layer_scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:
-    """Return the scale of each layer's keys or values; None if layers have none."""
-    scales = [each.value_scale if values else each.key_scale for each in formats]
-    known = [scale for scale in scales if scale is not None]
-    return torch.stack(known) if known else None
+    """Return the scale of each layer's keys or values; None if layers have none.
+
+    Args:
+        formats: of each layer.
+        values: whether the scales are those of values, not of keys.
+    """
+    scales = [format.value_scale if values else format.key_scale for format in formats]
+    present = [scale for scale in scales if scale is not None]
+    return torch.stack(present) if present else None

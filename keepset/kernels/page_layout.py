@@ -59,7 +59,13 @@ class FiledLayouts(NamedTuple):
 
     @classmethod
     def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
-        """Return a table of zeros, without any request."""
+        """Return a table of zeros, without any request.
+
+        Args:
+            pages: blocks of the cache.
+            layers, kv_heads: of the layouts.
+            device: where the table is.
+        """
         shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
         *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
         return cls(PageLayout(*layout), tokens)
@@ -103,10 +109,12 @@ class EntriesInPages(NamedTuple):
     packed: Int[Tensor, "rows layers kv_heads"]
     longest: int
 
-    def of_layers(self, places: range) -> EntriesInPages:
+    def of_layers(self, layers: range) -> EntriesInPages:
         """Return the places of the entries in some layers of the group."""
-        some = slice(places.start, places.stop) if self.packed.shape[1] > 1 else slice(None)
-        return self._replace(layout=PageLayout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
+        chosen = slice(layers.start, layers.stop) if self.packed.shape[1] > 1 else slice(None)
+        return self._replace(
+            layout=PageLayout(*(part[:, chosen] for part in self.layout)), packed=self.packed[:, chosen]
+        )
 
 
 class RecordedQueries(NamedTuple):
@@ -166,7 +174,12 @@ class Addresses(NamedTuple):
 
 
 def entries(layout: PageLayout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
-    """Return the entries of every head when its request has `lengths` tokens: `counts + lengths - length`."""
+    """Return the entries of every head when its request has `lengths` tokens: `counts + lengths - length`.
+
+    Args:
+        layout: the newest event of each request.
+        lengths: tokens of each request, at least as many as at the event.
+    """
     return layout.counts + (lengths[:, None] - layout.length)[..., None]
 
 
@@ -199,9 +212,9 @@ def tables(
     else:
         through = layout.shared[..., None, None] - 1 + number
         block = torch.where(shared, through // (group.layers * kv_heads), block)
-        places = torch.arange(group.places.start, group.places.stop, device=page.device)[:, None, None]
-        others = (through // kv_heads - places) % group.layers
-        beyond = (others * group.blocks).where(shared, 0)
+        layer_indices = torch.arange(group.places.start, group.places.stop, device=page.device)[:, None, None]
+        layer_distance = (through // kv_heads - layer_indices) % group.layers
+        beyond = (layer_distance * group.blocks).where(shared, 0)
         number = torch.where(shared, through, number)
     # Before the lookup, because a column that no head needs may point outside the block table.
     block = block.where(needed, 0)
@@ -210,9 +223,15 @@ def tables(
 
 
 def to_group_pages(tables: Int[Tensor, "layers *rest"], group: PageGroup, kv_heads: int) -> Int[Tensor, "layers *rest"]:
-    """Return sub-pages of each layer of the group, numbered from the group's first layer on."""
-    places = torch.arange(group.places.start, group.places.stop, device=tables.device)
-    before = (places * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
+    """Return sub-pages of each layer of the group, numbered from the group's first layer on.
+
+    Args:
+        tables: sub-pages of each layer, numbered from that layer on.
+        group: the layers.
+        kv_heads: KV heads of a layer.
+    """
+    layer_indices = torch.arange(group.places.start, group.places.stop, device=tables.device)
+    before = (layer_indices * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
     return (tables.long() + before) % (group.layers * group.blocks * kv_heads)
 
 
@@ -232,8 +251,10 @@ def slots(
     entry = entries(PageLayout(*(part[rows] for part in layout)), positions)
     _, layers, kv_heads, pages = tables.shape
     head = torch.arange(layers * kv_heads, device=rows.device).view(layers, kv_heads)
-    place = (rows[:, None, None] * (layers * kv_heads) + head) * pages + entry // block_size
-    found = tables.flatten().index_select(0, place.flatten()).long().view_as(entry) * block_size + entry % block_size
+    table_index = (rows[:, None, None] * (layers * kv_heads) + head) * pages + entry // block_size
+    found = (
+        tables.flatten().index_select(0, table_index.flatten()).long().view_as(entry) * block_size + entry % block_size
+    )
     return found.transpose(0, 1).flatten(1)
 
 
@@ -245,6 +266,11 @@ def blocks_needed(
     Only the moment when the request's newest block is full, `tail` tokens from now, matters. Until then no block is
     added and pages are only taken. After it, every `block_size` tokens add one block, which has one sub-page for each
     head, and take one page for each head.
+
+    Args:
+        counts: entries of each head.
+        length: tokens of the request.
+        block_size: entries of a page.
     """
     kv_heads = counts.shape[-1]
     tail = -length % block_size
@@ -256,13 +282,23 @@ def own_block(counts: Int[Tensor, "*rows kv_heads"], length: int, block_size: in
 
     It is the last block, or the block before if some head's last page fills up earlier: the block with that head's next
     page must exist by then.
+
+    Args:
+        counts: entries of each head.
+        length: tokens of the request.
+        block_size: entries of a page.
     """
     last, filled = (length - 1) // block_size, (length - 1) % block_size + 1
     return last - int(bool(((counts - 1) % block_size >= filled).any()))
 
 
 def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows kv_heads"]:
-    """Return how many pages of each head can be shared: all but the last, to which the head's next entries go."""
+    """Return how many pages of each head can be shared: all but the last, to which the head's next entries go.
+
+    Args:
+        counts: entries of each head.
+        block_size: entries of a page.
+    """
     return (_ceil_div(counts, block_size) - 1).clamp(min=0)
 
 
@@ -273,6 +309,11 @@ def _numbers(
 
     Pages that were packed at the event are consecutive; later pages are `kv_heads` apart. Numbers count from block
     `first`. Shared pages count from the layer's first shared page.
+
+    Args:
+        layout: the newest event of each request.
+        page: which of a head's pages.
+        block_size: entries of a page.
     """
     counts, shared = layout.counts, layout.shared[..., None] > 0
     kv_heads = counts.shape[-1]
@@ -289,5 +330,4 @@ def _numbers(
 
 
 def _ceil_div(numerator: Int[Tensor, "*shape"], denominator: int) -> Int[Tensor, "*shape"]:
-    """Return the quotient, rounded up."""
     return (numerator + denominator - 1) // denominator

@@ -65,10 +65,10 @@ def shift_step(
     tokens = torch.arange(len(slots), device=slots.device)
     row = torch.searchsorted(starts[1:].to(tokens), tokens, right=True).clamp(max=len(lengths) - 1)
     back = (dropped % block_size)[row]
-    place = lengths[row] - starts[row + 1] + tokens - back
+    entry_index = lengths[row] - starts[row + 1] + tokens - back
     moves = (back > 0) & (tokens < starts[-1])
-    place = place.where(moves, 0)
-    moved = block_table[row, place // block_size].to(slots) * block_size + place % block_size
+    entry_index = entry_index.where(moves, 0)
+    moved = block_table[row, entry_index // block_size].to(slots) * block_size + entry_index % block_size
     slots.copy_(moved.where(moves, slots))
 
 
@@ -105,10 +105,10 @@ def follow_layouts(
     row = torch.arange(len(before), device=before.device)
     old = block_table[row, (before - 1).clamp(min=0) // block_size].long()
     had = filed.tokens[old]
-    known = required.bool() & (had - drafts <= before) & (before <= had)
-    lost |= (required.bool() & ~known).any()
+    is_filed = required.bool() & (had - drafts <= before) & (before <= had)
+    lost |= (required.bool() & ~is_filed).any()
     for part, rows in zip(filed.layout, layout, strict=True):
-        rows[: len(row)] = part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0)
+        rows[: len(row)] = part[old].where(is_filed.view(-1, *(1,) * (part.ndim - 1)), 0)
     for taken_back in range(0, drafts + block_size, block_size):
         pages = block_table[row, (after - 1 - taken_back).maximum(before) // block_size].long()
         for part, rows in zip(filed.layout, layout, strict=True):
@@ -143,15 +143,15 @@ def append_to_pages(
     kv_heads, size, _ = cache.shape[1:]
     if format is not None:
         keys, values = (rows.view(cache.dtype) for rows in format.encode_entries(keys, values))
-    for place, slots in _newest(tokens, layout, size):
+    for token_index, slots in _newest(tokens, layout, size):
         page = slots // size
-        cache[page // kv_heads, page % kv_heads, slots % size] = torch.cat((keys[place], values[place]), -1)
+        cache[page // kv_heads, page % kv_heads, slots % size] = torch.cat((keys[token_index], values[token_index]), -1)
 
 
 def paged_attention(
     queries: Float[Tensor, "tokens query_heads head_dim"],
     caches: Sequence[LayerPages],
-    place: int,
+    layer: int,
     tokens: PagedTokens,
     layout: PageLayout,
     softmax: Softmax,
@@ -168,7 +168,7 @@ def paged_attention(
         queries: queries of the step, after rotation; the numbers of each are contiguous.
         caches: caches of the layers that share the block table, in which the tokens' entries (keys, then values) are
             already written. All have the same strides; an entry's numbers are contiguous.
-        place: index of the layer that attends.
+        layer: index of the layer that attends.
         tokens: the tokens that attend; the output of others is not written.
         layout: the layout of this layer for each row.
         softmax: the layer's softmax; its sinks are `[query_heads]`.
@@ -182,24 +182,26 @@ def paged_attention(
     if uses_triton(queries.device):
         from keepset.kernels.triton import paged  # loads Triton
 
-        cache, addresses = caches[place], addresses_of(caches)
+        cache, addresses = caches[layer], addresses_of(caches)
         with launched_on(queries.device):
             if format is None or format.mixing is None:
-                paged.attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format, value_dim)
+                paged.attend(queries, cache, addresses, layer, tokens, layout, softmax, output, bias, format, value_dim)
                 return
-            some = slice(len(tokens.lengths)) if tokens.places is None else tokens.places
-            mixed = format.mixing.mixed_queries(queries[some])
+            attending = slice(len(tokens.lengths)) if tokens.places is None else tokens.places
+            mixed = format.mixing.mixed_queries(queries[attending])
             # Only these tokens, in their order.
-            attended, own = torch.empty_like(mixed), tokens
+            attended, mixed_tokens = torch.empty_like(mixed), tokens
             if tokens.places is not None:
-                own = tokens._replace(places=torch.arange(len(mixed), device=mixed.device))
-            paged.attend(mixed, cache, addresses, place, own, layout, softmax, attended, bias, format, value_dim)
-            output[some] = format.mixing.unmixed(attended)
+                mixed_tokens = tokens._replace(places=torch.arange(len(mixed), device=mixed.device))
+            paged.attend(
+                mixed, cache, addresses, layer, mixed_tokens, layout, softmax, attended, bias, format, value_dim
+            )
+            output[attending] = format.mixing.unmixed(attended)
         return
-    group = PageGroup(range(place, place + 1), len(caches), len(caches[0]))
+    group = PageGroup(range(layer, layer + 1), len(caches), len(caches[0]))
 
     def read(table: Tensor) -> tuple[Tensor, Tensor]:
-        rows = read_pages(caches, place, table)
+        rows = read_pages(caches, layer, table)
         if value_dim is not None:
             return rows, rows[..., :value_dim]
         keys, values = rows.chunk(2, -1)
@@ -219,13 +221,20 @@ def attend_pages(
     output: Float[Tensor, "tokens query_heads value_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
-    """Compute `paged_attention` in PyTorch, request by request; `read` reads the pages."""
+    """Compute `paged_attention` in PyTorch, request by request.
+
+    Args:
+        queries, tokens, layout, softmax, output, bias: as in `paged_attention`.
+        read: returns keys and values of whole sub-pages, numbered from the group's first layer on.
+        block_size: entries of a page.
+        group: the layer that attends, among those that share the block table.
+    """
     kv_heads, members = layout.counts.shape[-1], defaultdict[int, list[tuple[int, int]]](list)
-    for place, row, length in _listed(tokens):
+    for token_index, row, length in _listed(tokens):
         if length:
-            members[row].append((place, length))
+            members[row].append((token_index, length))
         else:
-            output[place] = 0
+            output[token_index] = 0
     for row, of_row in members.items():
         longest = max(length for _, length in of_row)
         table, entries = _pages(tokens, layout, row, longest, block_size, group)
@@ -240,33 +249,39 @@ def attend_pages(
             added = bias.view(-1)[through % bias.numel()].to(added.dtype).where(kept, 0)
         most = int(entries.max())
         for first in range(0, len(of_row), _QUERIES):
-            some = torch.tensor(of_row[first : first + _QUERIES], dtype=torch.long, device=queries.device)
-            places, lengths = some.unbind(1)
+            pairs = torch.tensor(of_row[first : first + _QUERIES], dtype=torch.long, device=queries.device)
+            token_indices, lengths = pairs.unbind(1)
             width = most - longest + int(lengths.max())  # no query sees later entries
-            seen = entry[:width] < (entries[:, None] - (longest - lengths))[..., None]
-            mask = added[:, None, :width].where(seen, float("-inf"))[:, None]
-            grouped = queries[places].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+            visible = entry[:width] < (entries[:, None] - (longest - lengths))[..., None]
+            mask = added[:, None, :width].where(visible, float("-inf"))[:, None]
+            grouped = queries[token_indices].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
             own_keys, own_values = keys[:, :, :width], values[:, :, :width]
             if softmax.plain:
                 # Expanded, because SDPA is three times as slow if it has to broadcast by itself.
                 own_keys, own_values = (part.expand(-1, len(grouped[0]), -1, -1) for part in (own_keys, own_values))
                 attended = F.scaled_dot_product_attention(grouped, own_keys, own_values, mask, scale=softmax.scaling)
-                output[places] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+                output[token_indices] = attended.permute(2, 0, 1, 3).flatten(1, 2)
             else:  # one request's KV heads, because each query head has its own sink
                 mask = mask.expand(-1, len(grouped[0]), -1, -1).flatten(0, 1)[None]
                 rows = grouped.flatten(0, 1)[None], own_keys[:, 0][None], own_values[:, 0][None]
-                output[places] = softmax_attention(*rows, softmax, mask)[0][0]
+                output[token_indices] = softmax_attention(*rows, softmax, mask)[0][0]
 
 
 def _newest(tokens: PagedTokens, layout: PageLayout, block_size: int) -> Iterator[tuple[int, Int[Tensor, " kv_heads"]]]:
-    """Yield for each written token its index in the step, and the slots of its entries."""
-    for index, (place, row, length) in enumerate(_listed(tokens)):
+    """Yield for each written token its index in the step, and the slots of its entries.
+
+    Args:
+        tokens: new tokens of a step.
+        layout: of the layer.
+        block_size: entries of a page.
+    """
+    for index, (token_index, row, length) in enumerate(_listed(tokens)):
         if not length or (tokens.slots is not None and tokens.slots[index] < 0):
             continue
         table, entries = _pages(tokens, layout, row, length, block_size)
         newest = entries - 1
         page = table.gather(1, (newest // block_size)[:, None])[:, 0]
-        yield place, page * block_size + newest % block_size
+        yield token_index, page * block_size + newest % block_size
 
 
 def _listed(tokens: PagedTokens) -> Iterator[tuple[int, int, int]]:
@@ -280,11 +295,20 @@ def _listed(tokens: PagedTokens) -> Iterator[tuple[int, int, int]]:
 def _pages(
     tokens: PagedTokens, layout: PageLayout, row: int, length: int, block_size: int, group: PageGroup | None = None
 ) -> tuple[Int[Tensor, "kv_heads pages"], Int[Tensor, " kv_heads"]]:
-    """Return the sub-pages of a row's heads at a length, and how many entries each head has."""
-    own = PageLayout(*(part[row : row + 1] for part in layout))
-    entries = page_layout.entries(own, own.length.new_tensor([length]))
+    """Return the sub-pages of a row's heads at a length, and how many entries each head has.
+
+    Args:
+        tokens: new tokens of a step.
+        layout: of the layer.
+        row: of the block table.
+        length: tokens of the row's request.
+        block_size: entries of a page.
+        group: as in `page_layout.tables`.
+    """
+    row_layout = PageLayout(*(part[row : row + 1] for part in layout))
+    entries = page_layout.entries(row_layout, row_layout.length.new_tensor([length]))
     most = -(-int(entries.max()) // block_size)
-    table = page_layout.tables(own, entries, tokens.block_table[row : row + 1], block_size, most, group)
+    table = page_layout.tables(row_layout, entries, tokens.block_table[row : row + 1], block_size, most, group)
     return table[0, 0].long(), entries[0, 0]
 
 
@@ -329,19 +353,21 @@ def attend_heads(
         if not longest:
             output[heads] = 0
             continue
-        some = torch.tensor(heads, dtype=torch.long)
-        keys, values = read(tables[some, : -(-longest // block_size)])
-        hidden = torch.arange(keys.shape[1]) >= lengths[some, None]
+        head_indices = torch.tensor(heads, dtype=torch.long)
+        keys, values = read(tables[head_indices, : -(-longest // block_size)])
+        hidden = torch.arange(keys.shape[1]) >= lengths[head_indices, None]
         key_scale = value_scale = None
         if format is not None:
             (keys, key_scale), (values, value_scale) = format.parts(keys), format.parts(values)
-        logits = torch.bmm(queries[some].float().mul_(softmax.scaling * key_factor), keys.float().transpose(1, 2))
+        logits = torch.bmm(
+            queries[head_indices].float().mul_(softmax.scaling * key_factor), keys.float().transpose(1, 2)
+        )
         if key_scale is not None:
             logits.mul_(key_scale[:, None])
         logits = softmax.capped(logits)
         if bias is not None:
-            logits += bias(some, keys.shape[1])[:, None]
-        sinks = None if softmax.sinks is None else softmax.sinks[some]
+            logits += bias(head_indices, keys.shape[1])[:, None]
+        sinks = None if softmax.sinks is None else softmax.sinks[head_indices]
         weights = normalised(logits.masked_fill_(hidden[:, None], float("-inf")), sinks)
         if value_scale is not None:
             weights.mul_(value_scale[:, None])
@@ -350,7 +376,7 @@ def attend_heads(
         weights[:, :, shortest:].masked_fill_(behind[:, None], 0.0)
         values[:, shortest:] = values[:, shortest:].masked_fill(behind[..., None], 0.0)
         attended = torch.bmm(weights, values).mul_(value_factor)
-        output[some] = (attended if mixing is None else mixing.unmixed(attended)).to(output.dtype)
+        output[head_indices] = (attended if mixing is None else mixing.unmixed(attended)).to(output.dtype)
 
 
 def _of_similar_size(sizes: Sequence[int], head_dim: int) -> Iterator[list[int]]:

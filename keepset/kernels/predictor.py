@@ -71,7 +71,7 @@ def entry_codes(
     positions: Int[Tensor, "layers_rows kv_heads entries"],
     new: Bool[Tensor, "layers_rows kv_heads entries"],
     networks: Networks,
-    known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
+    earlier_codes: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
     """Return the code of every entry (`encode`), in float32. Only new entries are read, each once.
 
@@ -79,38 +79,38 @@ def entry_codes(
         keys: keys after rotation, as cached; layer after layer, each with all requests.
         positions: the position of every entry.
         new: which entries have no code yet.
-        known: the codes of the other entries; zero by default.
+        earlier_codes: the codes of the other entries; zero by default.
     """
     if not uses_triton(keys.device):
-        return _in_blocks(keys, values, positions, new, networks, known)
+        return _in_blocks(keys, values, positions, new, networks, earlier_codes)
     from keepset.kernels.triton import predictor  # loads Triton
 
     with launched_on(keys.device):
-        return predictor.entry_codes(keys, values, positions, new, networks, known)
+        return predictor.entry_codes(keys, values, positions, new, networks, earlier_codes)
 
 
 def entry_codes_in_pages(
     caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
-    place: int,
+    first_layer: int,
     subpages: Int[Tensor, "layers_rows kv_heads pages"],
     positions: Int[Tensor, "layers_rows kv_heads entries"],
     new: Bool[Tensor, "layers_rows kv_heads entries"],
     networks: Networks,
-    known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
+    earlier_codes: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
     formats: Sequence[PageFormat] = (),
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
     """Return the code of every entry, read from its page; see `entry_codes`. Only in Triton.
 
     Args:
-        caches, place, subpages: as in `read_pages`.
-        positions, new, networks, known: as in `entry_codes`.
+        caches, first_layer, subpages: as in `read_pages`.
+        positions, new, networks, earlier_codes: as in `entry_codes`.
         formats: the formats of the networks' layers' caches if they are quantised.
     """
     from keepset.kernels.triton import predictor  # loads Triton
 
     with launched_on(positions.device):
         return predictor.entry_codes_in_pages(
-            caches[0], addresses_of(caches), place, subpages, positions, new, networks, known, formats
+            caches[0], addresses_of(caches), first_layer, subpages, positions, new, networks, earlier_codes, formats
         )
 
 
@@ -122,7 +122,12 @@ def outputs_of(
     output: Float[Tensor, "*#rows 2 width"],
     output_bias: Float[Tensor, "*#rows 2"],
 ) -> Float[Tensor, "*rows entries 2"]:
-    """Return each entry's log score and slope; see `Networks`."""
+    """Return each entry's log score and slope; see `Networks`.
+
+    Args:
+        inputs: what `inputs_of` has returned, keys before rotation.
+        linear, hidden, hidden_bias, output, output_bias: as in `Networks`.
+    """
     # One product for both parts reads the inputs only once.
     weights, biases = torch.cat([hidden, linear], -2), torch.cat([hidden_bias, output_bias], -1)
     sums = (inputs @ weights.transpose(-1, -2)).add_(biases[..., None, :])
@@ -133,7 +138,12 @@ def outputs_of(
 def cos_and_sin(
     positions: Int[Tensor, "#layers *rows entries"], turns: Int[Tensor, "#layers numbers"]
 ) -> tuple[Float[Tensor, "#layers *rows entries numbers"], Float[Tensor, "#layers *rows entries numbers"]]:
-    """Return cosines and sines of a layer's rotation at positions; `turns` are as in `Networks`."""
+    """Return cosines and sines of a layer's rotation at positions.
+
+    Args:
+        positions: of the entries.
+        turns: as in `Networks`.
+    """
     steps = turns.view(len(turns), *[1] * (positions.ndim - 1), -1)
     angles = (positions[..., None] * steps).float().mul_(2 * torch.pi / TURN)
     return angles.cos(), angles.sin_()
@@ -148,39 +158,46 @@ def new_entries(
     """
     if new.device.type != "cpu":
         return slice(None), slice(None), slice(None)
-    most, places = int(new.sum(-1).max()), new.flatten(0, 1).any(0).nonzero()[:, 0].tolist()
-    if not places or places[-1] - places[0] < most:
-        return slice(None), slice(None), slice(places[0], places[-1] + 1) if places else slice(0)
+    most, new_columns = int(new.sum(-1).max()), new.flatten(0, 1).any(0).nonzero()[:, 0].tolist()
+    if not new_columns or new_columns[-1] - new_columns[0] < most:
+        return slice(None), slice(None), slice(new_columns[0], new_columns[-1] + 1) if new_columns else slice(0)
     rows, heads = (torch.arange(length) for length in new.shape[:2])
     return rows[:, None, None], heads[:, None], new.int().topk(most, -1).indices.sort(-1).values
 
 
 def _in_blocks(
-    keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, known: Tensor | None
+    keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, earlier_codes: Tensor | None
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
-    """Compute `entry_codes` in PyTorch, in blocks."""
+    """Compute `entry_codes` in PyTorch, in blocks.
+
+    Args:
+        keys, values, positions, new, networks, earlier_codes: as in `entry_codes`.
+    """
     (rows, heads), layers = new.shape[:2], len(networks.hidden)
-    codes = torch.zeros(new.shape, dtype=torch.float32, device=new.device) if known is None else known.clone()
+    codes = (
+        torch.zeros(new.shape, dtype=torch.float32, device=new.device)
+        if earlier_codes is None
+        else earlier_codes.clone()
+    )
     if not new.numel():
         return codes
-    some = new_entries(new)
-    chosen = [part[some] for part in (keys, values, positions, new)]
-    some_keys, some_values, places = (part.unflatten(0, (layers, -1)).transpose(1, 2) for part in chosen[:3])
-    rotations = _rotations(places, networks)
-    made = torch.empty(places.shape, dtype=torch.float32, device=new.device)
+    new_indices = new_entries(new)
+    chosen = [part[new_indices] for part in (keys, values, positions, new)]
+    some_keys, some_values, new_positions = (part.unflatten(0, (layers, -1)).transpose(1, 2) for part in chosen[:3])
+    rotations = _rotations(new_positions, networks)
+    new_codes = torch.empty(new_positions.shape, dtype=torch.float32, device=new.device)
     size = max(1, block_size(new.device, 2 * CACHE_BLOCK) // (rows // layers * heads * max(networks.hidden.shape[2:])))
-    for some_layers in _slices(layers, max(1, size // max(1, made.shape[3]))):
-        for entries in _slices(made.shape[3], size):
+    for some_layers in _slices(layers, max(1, size // max(1, new_codes.shape[3]))):
+        for entries in _slices(new_codes.shape[3], size):
             block = (some_layers, slice(None), slice(None), entries)
             turned = [(first, second, cos[block], sin[block]) for first, second, cos, sin in rotations]
-            made[block] = _of_block(some_keys[block], some_values[block], turned, networks.of_layers(some_layers))
-    fresh = made.transpose(1, 2).flatten(0, 1)
-    codes[some] = fresh.where(chosen[3], codes[some])
+            new_codes[block] = _of_block(some_keys[block], some_values[block], turned, networks.of_layers(some_layers))
+    fresh = new_codes.transpose(1, 2).flatten(0, 1)
+    codes[new_indices] = fresh.where(chosen[3], codes[new_indices])
     return codes
 
 
 def _slices(length: int, size: int) -> list[slice]:
-    """Return slices of `size` that cover the length."""
     return [slice(first, first + size) for first in range(0, length, size)]
 
 
@@ -190,6 +207,10 @@ def _rotations(
     """Return which numbers of a key rotate together, and the cosines and sines of their angles.
 
     On a CPU, layers and heads with the same positions share them, which is the usual case.
+
+    Args:
+        positions: of the entries.
+        networks: of these layers.
     """
     layers, on_cpu = len(positions), positions.device.type == "cpu"
     if on_cpu and bool((positions == positions[:1, :1]).all()):
@@ -212,7 +233,6 @@ def _of_block(
     rotations: list[tuple[slice, slice, Tensor, Tensor]],
     networks: Networks,
 ) -> Float[Tensor, "layers heads rows entries"]:
-    """Return the codes of entries."""
     inputs = inputs_of(keys / networks.gain[:, None, None, None], values)  # a rotation does not change lengths
     for first, second, cos, sin in rotations:
         x, y = inputs[..., first], inputs[..., second]

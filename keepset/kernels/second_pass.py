@@ -97,8 +97,8 @@ def second_pass_attention(
                     logits, folded, keys[:visible].T, beta=0, alpha=softmax.scaling, out=logits
                 ).float()
                 logits = softmax.capped(logits)
-                own = logits.view(group, size, visible)[..., visible - size :]
-                own.masked_fill_(future[:size, :size], float("-inf"))
+                newest_logits = logits.view(group, size, visible)[..., visible - size :]
+                newest_logits.masked_fill_(future[:size, :size], float("-inf"))
                 if sinks is None:
                     attention, sunk = torch.softmax(logits, -1, out=logits), None
                 else:
@@ -119,7 +119,11 @@ def _in_two_passes(
     names: Collection[str],
     sequences: Sequence[PackedSequence],
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], dict[str, Float[Tensor, "query_heads entries"]]]:
-    """Compute `second_pass_attention` on a GPU: fused attention first, then the kernel for column statistics."""
+    """Compute `second_pass_attention` on a GPU: fused attention first, then the kernel for column statistics.
+
+    Args:
+        queries, cached, new, softmax, names, sequences: as there.
+    """
     entries = cached[0].shape[1]
     outputs, first = [], 0
     statistics = {
@@ -135,8 +139,8 @@ def _in_two_passes(
         outputs.append((of_cached + of_own).to(values.dtype))
         sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
         if sinks < start or stop < entries:
-            seen = torch.cat([cached[0][:, :sinks], cached[0][:, start:stop], keys], 1)
-            lse = log_sum_exp(asking, seen, softmax)
+            visible_keys = torch.cat([cached[0][:, :sinks], cached[0][:, start:stop], keys], 1)
+            lse = log_sum_exp(asking, visible_keys, softmax)
         columns = attention_columns(
             asking, cached[0][:, start:stop], softmax=softmax, names=names, causal=False, lse=lse
         )
@@ -155,7 +159,16 @@ def _merge_columns(
     scope: SoftmaxScope | None,
     sunk: Float[Tensor, " group_rows"] | None,
 ) -> None:
-    """Merge the attention of a block of queries to the entries, given a sink's share, into the entries' statistics."""
+    """Merge the attention of a block of queries to the entries, given a sink's share, into the entries' statistics.
+
+    Args:
+        statistics: of every entry, by name; written to.
+        attention: of a block of queries, to the entries and to later tokens.
+        entries: how many there are.
+        rows: queries of the block.
+        scope: the entries that are counted; None for all.
+        sunk: the sink's share of each query's attention; None if there is no sink.
+    """
     sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
     columns = attention[:, start:stop]
     if sinks < start or stop < entries:

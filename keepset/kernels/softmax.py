@@ -45,9 +45,9 @@ class Softmax:
         """The same softmax without sinks."""
         return self if self.sinks is None else replace(self, sinks=None)
 
-    def of_layer(self, place: int) -> Softmax:
+    def of_layer(self, layer: int) -> Softmax:
         """Return the softmax of one layer, if the sinks are `[layers, heads]`."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks[place])
+        return self if self.sinks is None else replace(self, sinks=self.sinks[layer])
 
     def by_query_group(self, batch: int, kv_heads: int) -> Softmax:
         """Return the softmax with sinks for every KV head of every request, `[batch * kv_heads, group]`, float32.
@@ -92,14 +92,24 @@ class GroupReduction(StrEnum):
 def normalised(
     logits: Float[Tensor, "*rows entries"], sinks: Float[Tensor, "*#rows"] | None = None
 ) -> Float[Tensor, "*rows entries"]:
-    """Return the softmax of logits that are already capped; entries at minus infinity are not seen."""
+    """Return the softmax of logits that are already capped; entries at minus infinity are not seen.
+
+    Args:
+        logits: of all entries.
+        sinks: logit of each row's sink; None if there are none.
+    """
     return logits.softmax(-1) if sinks is None else with_sink(logits, sinks)[0]
 
 
 def with_sink(
     logits: Float[Tensor, "*rows entries"], sinks: Float[Tensor, "*#rows"]
 ) -> tuple[Float[Tensor, "*rows entries"], Float[Tensor, "*rows"]]:
-    """Return the attention to entries and to the sink of each row; see `normalised`."""
+    """Return the attention to entries and to the sink of each row; see `normalised`.
+
+    Args:
+        logits: of all entries, capped already.
+        sinks: logit of each row's sink.
+    """
     whole = torch.logaddexp(logits.logsumexp(-1), sinks)
     return (logits - whole[..., None]).exp(), (sinks - whole).exp()
 
@@ -134,11 +144,11 @@ def softmax_attention(
     parts = []
     for first in range(0, n, rows):
         part = slice(first, min(first + rows, n))
-        seen = entries - n + part.stop if causal else entries
-        some = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
+        visible = entries - n + part.stop if causal else entries
+        part_mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
         sinks = None if softmax.sinks is None else softmax.sinks.float().view(query_heads, -1).expand(-1, n)[:, part]
-        block = queries[:, :, part], keys[:, :, :seen], values[:, :, :seen]
-        parts.append(_attend(*block, replace(softmax, sinks=sinks), some, causal and part.stop - first > 1))
+        block = queries[:, :, part], keys[:, :, :visible], values[:, :, :visible]
+        parts.append(_attend(*block, replace(softmax, sinks=sinks), part_mask, causal and part.stop - first > 1))
     output = torch.cat([part for part, _ in parts], 2).transpose(1, 2).contiguous()
     return output, torch.cat([lse for _, lse in parts], 2)
 
@@ -151,7 +161,15 @@ def _attend(
     mask: Tensor | None,
     causal: bool,
 ) -> tuple[Float[Tensor, "batch query_heads n value_dim"], Float[Tensor, "batch query_heads n"]]:
-    """Return the attention of one block of queries and its log-sum-exp."""
+    """Return the attention of one block of queries and its log-sum-exp.
+
+    Args:
+        queries: one block of them.
+        keys, values: of all entries that they may see.
+        softmax: with sinks `[query_heads, n]`.
+        mask: as in `softmax_attention`, for these queries.
+        causal: whether the queries belong to the newest of these entries.
+    """
     kv_heads, n = keys.shape[1], queries.shape[2]
     folded = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
     logits = softmax.capped((folded @ keys.transpose(-1, -2)).float() * softmax.scaling)

@@ -76,13 +76,13 @@ def received_attention(
         if largest and sinks is not None:
             sinks = sinks.amax(1, keepdim=True)
         facing = keys[part].float().transpose(1, 2)
-        for chosen, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
+        for chosen, row_visible in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
             logits = softmax.capped(chosen.flatten(1, 2) @ facing).unflatten(1, (group, -1))
             if bias is not None:
                 logits += bias[part, None, None]
             if largest:
                 logits = logits.amax(1, keepdim=True)
-            totals[part] += masked_softmax(logits, seen[:, None], sinks).sum(2)
+            totals[part] += masked_softmax(logits, row_visible[:, None], sinks).sum(2)
     return totals
 
 
@@ -122,8 +122,8 @@ def add_received(
         heads = slice(run.first, run.first + run.heads)
         keys, positions = packed.rows(run, "keys"), run.view(packed.positions)
         bias = None if packed.bias is None else run.view(packed.bias)
-        own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[heads])
-        sums = received_attention(grouped[heads], keys, positions, last[heads], own, None, sums_of, bias)
+        head_softmax = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[heads])
+        sums = received_attention(grouped[heads], keys, positions, last[heads], head_softmax, None, sums_of, bias)
         run.view(column).add_(sums_of.of(sums))
 
 
@@ -135,6 +135,11 @@ def first_unseen(
     """Return the first entry that the oldest query does not see; all queries see the entries before it.
 
     On a GPU it is always 0, because finding it would need a host sync.
+
+    Args:
+        positions: of the entries.
+        last_visible: the last position that each query sees, in rising order.
+        valid: which entries exist; None: all.
     """
     if positions.device.type != "cpu":
         return 0
@@ -167,7 +172,7 @@ def masked_softmax(
 
 def add_received_in_pages(
     caches: Sequence[LayerPages],
-    places: range,
+    layers: range,
     queries: RecordedQueries,
     entries: EntriesInPages,
     received: ColumnTarget,
@@ -181,7 +186,7 @@ def add_received_in_pages(
 
     Args:
         caches: caches of the layers that share the block table; only an entry's numbers must be contiguous.
-        places: indices of the layers to add in.
+        layers: indices of the layers to add in.
         queries: queries of these layers.
         entries: places of the requests' entries in all layers.
         received: the column, and how to sum.
@@ -192,37 +197,48 @@ def add_received_in_pages(
         from keepset.kernels.triton import paged_window  # loads Triton
 
         with launched_on(first.device):
-            for some, own in _mixed(queries, formats):
-                of_layers = range(places.start + some.start, places.start + some.stop)
+            for layer_range, layer_queries in _mixed(queries, formats):
+                of_layers = range(layers.start + layer_range.start, layers.start + layer_range.stop)
                 paged_window.add_received(
-                    first, addresses_of(caches), of_layers, own, entries, received, formats[some.start : some.stop]
+                    first,
+                    addresses_of(caches),
+                    of_layers,
+                    layer_queries,
+                    entries,
+                    received,
+                    formats[layer_range.start : layer_range.stop],
                 )
         return
 
-    def read(place: int, table: Tensor) -> Tensor:
-        rows = read_keys(caches, place, table)
+    def read(layer: int, table: Tensor) -> Tensor:
+        rows = read_keys(caches, layer, table)
         if not formats:
             return rows
-        format = formats[place - places.start]
+        format = formats[layer - layers.start]
         return format.decode(rows, format.key_scale)
 
-    group = PageGroup(places, len(caches), len(first))
-    add_received_by([partial(read, place) for place in places], first.shape[2], group, queries, entries, received)
+    group = PageGroup(layers, len(caches), len(first))
+    add_received_by([partial(read, layer) for layer in layers], first.shape[2], group, queries, entries, received)
 
 
 def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[tuple[range, RecordedQueries]]:
-    """Yield layers with their queries; if keys are mixed, copies of mixed queries, for some layers at a time."""
+    """Yield layers with their queries; if keys are mixed, copies of mixed queries, for some layers at a time.
+
+    Args:
+        queries: of some layers.
+        formats: of these layers' caches; empty if they are not quantised.
+    """
     layers = range(len(queries.rings))
     if not formats or (mixing := formats[0].mixing) is None:
         yield layers, queries
         return
     (rows, n), (_, _, _, heads, head_dim) = queries.places.shape, queries.rings.shape
     at_once = max(1, block_size(queries.rings.device, PRODUCT_BLOCK) // max(1, rows * n * heads * head_dim))
-    row, place = (torch.arange(size, device=queries.places.device) for size in (rows, n))
+    row, order = (torch.arange(size, device=queries.places.device) for size in (rows, n))
     for first in layers[::at_once]:
-        some = layers[first : first + at_once]
-        own = queries.rings[some.start : some.stop, queries.slots[:, None], queries.places]
-        yield some, RecordedQueries(mixing.mixed_queries(own), row, place.expand(rows, n))
+        layer_range = layers[first : first + at_once]
+        ring_queries = queries.rings[layer_range.start : layer_range.stop, queries.slots[:, None], queries.places]
+        yield layer_range, RecordedQueries(mixing.mixed_queries(ring_queries), row, order.expand(rows, n))
 
 
 def add_received_by(
@@ -233,15 +249,24 @@ def add_received_by(
     entries: EntriesInPages,
     received: ColumnTarget,
 ) -> None:
-    """Compute `add_received_in_pages` in PyTorch; keys are read layer by layer."""
+    """Compute `add_received_in_pages` in PyTorch, layer by layer.
+
+    Args:
+        readers: for each layer a function that reads keys.
+        size: entries of a page.
+        group: the layers.
+        queries, entries, received: as in `add_received_in_pages`.
+    """
     most = _most_pages(page_layout.entries(entries.layout, entries.lengths), size) * size
     of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
     at_once = max(1, block_size(entries.lengths.device, CACHE_BLOCK) // of_layer)
     for first in range(0, len(readers), at_once):
         part = range(first, min(first + at_once, len(readers)))
-        own = group._replace(places=group.places[part.start : part.stop])
-        heads = _Heads.of(entries.of_layers(own.places), own, size, received)
-        _add_received_of_layers(own.places, readers[part.start : part.stop], queries.of_layers(part), heads, received)
+        subgroup = group._replace(places=group.places[part.start : part.stop])
+        heads = _Heads.of(entries.of_layers(subgroup.places), subgroup, size, received)
+        _add_received_of_layers(
+            subgroup.places, readers[part.start : part.stop], queries.of_layers(part), heads, received
+        )
 
 
 class _Heads(NamedTuple):
@@ -268,46 +293,62 @@ class _Heads(NamedTuple):
 
     @classmethod
     def of(cls, entries: EntriesInPages, group: PageGroup, size: int, received: ColumnTarget) -> _Heads:
-        """Return the places of the entries in the group's layers; `entries` holds these layers only."""
+        """Return the places of the entries in the group's layers; `entries` holds these layers only.
+
+        Args:
+            entries: of the group's layers alone.
+            group: the layers.
+            size: entries of a page.
+            received: the column.
+        """
         counts = page_layout.entries(entries.layout, entries.lengths)
         most = _most_pages(counts, size)
         tables = page_layout.tables(entries.layout, counts, entries.block_table, size, most, group).long()
         counts, packed = (part.expand(tables.shape[:3]) for part in (counts, entries.packed))
-        place = torch.arange(most * size, device=counts.device)
-        slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
+        order = torch.arange(most * size, device=counts.device)
+        slots = (tables[..., None] * size + torch.arange(size, device=order.device)).flatten(-2)
         # No entry since the event was dropped, so position minus place is the same for all of them. Kept entries are
         # older than every query, so it does not matter that they get the positions just before.
-        positions = place + (entries.lengths[:, None, None] - counts)[..., None]
-        written, exists = counts - received.unwritten[:, None, None], place < counts[..., None]
-        parts = tables, slots, exists, place < packed[..., None], positions, written
+        positions = order + (entries.lengths[:, None, None] - counts)[..., None]
+        written, exists = counts - received.unwritten[:, None, None], order < counts[..., None]
+        parts = tables, slots, exists, order < packed[..., None], positions, written
         tables, slots, exists, packed, positions, written = (part.transpose(0, 1).flatten(1, 2) for part in parts)
         shared = exists
         if received.own:
-            whose = torch.tensor([own is None for own in received.own], dtype=torch.bool, device=place.device)
-            shared = exists & whose.repeat_interleave(counts.shape[2])[:, None]
+            in_column = torch.tensor(
+                [private is None for private in received.own], dtype=torch.bool, device=order.device
+            )
+            shared = exists & in_column.repeat_interleave(counts.shape[2])[:, None]
         chosen = shared.flatten().nonzero()[:, 0]
-        known = (place < written[..., None]).flatten()[chosen]
-        return cls(tables, slots, exists, packed, positions, written, chosen, known)
+        has_number = (order < written[..., None]).flatten()[chosen]
+        return cls(tables, slots, exists, packed, positions, written, chosen, has_number)
 
 
 def _most_pages(counts: Int[Tensor, "rows layers kv_heads"], size: int) -> int:
-    """Return how many pages the head with most entries has."""
     return -(-int(counts.max()) // size)
 
 
 def _add_received_of_layers(
-    places: range,
+    layer_range: range,
     readers: Sequence[ReadKeys],
     queries: Float[Tensor, "layers_rows query_heads n head_dim"],
     heads: _Heads,
     received: ColumnTarget,
 ) -> None:
-    """Add the attention that entries of some layers receive."""
+    """Add the attention that entries of some layers receive.
+
+    Args:
+        layer_range: indices of the layers.
+        readers: for each layer a function that reads keys.
+        queries: of these layers.
+        heads: where the entries are.
+        received: the column, and how to sum.
+    """
     layers, number = heads.slots.shape[:2]
     rows = len(queries) // layers
     kv_heads, column, of_layer = number // rows, received.column.flatten(0, 1), received.column.shape[1]
     # Page numbers continue into the following layers.
-    before = of_layer * torch.arange(places.start, places.stop, device=column.device)
+    before = of_layer * torch.arange(layer_range.start, layer_range.stop, device=column.device)
     slots, positions, biases = (before[:, None, None] + heads.slots) % len(column), heads.positions, None
     if received.positions is not None:
         positions = received.positions.view(-1)[slots].view(torch.int32).long().where(heads.packed, positions)
@@ -317,33 +358,38 @@ def _add_received_of_layers(
     last = received.last_visible.repeat_interleave(kv_heads, 0)
     sums = column.new_empty(*slots.shape, *column.shape[1:])
     at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, slots.shape[2] * queries.shape[-1]))
-    for layer, (place, read) in enumerate(zip(places, readers, strict=True)):
-        softmax = received.softmax.of_layer(place).by_query_group(rows, kv_heads)
+    for layer, (layer_index, read) in enumerate(zip(layer_range, readers, strict=True)):
+        softmax = received.softmax.of_layer(layer_index).by_query_group(rows, kv_heads)
         for head in range(0, number, at_once):
-            some = slice(head, head + at_once)
-            part = layer, some
+            block = slice(head, head + at_once)
+            part = layer, block
             bias = None if biases is None else biases[part]
-            own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[some])
-            made = received_attention(
-                grouped[part], read(heads.tables[part]), positions[part], last[some], own,
+            head_softmax = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[block])
+            attention_sums = received_attention(
+                grouped[part], read(heads.tables[part]), positions[part], last[block], head_softmax,
                 heads.exists[part], received.sums_of, bias,
             )  # fmt: skip
-            sums[part] = received.sums_of.of(made)
+            sums[part] = received.sums_of.of(attention_sums)
     target = slots.flatten()[heads.chosen]
     column[target] = sums.flatten(0, 2)[heads.chosen] + _numbers(column[target], heads.known)
     for row, private in enumerate(received.own):
         if private is None:
             continue
-        for layer, place in enumerate(places):
-            for head, one in enumerate(range(row * kv_heads, (row + 1) * kv_heads)):
-                exists = int(heads.exists[layer, one].sum())
-                known = torch.arange(exists, device=column.device) < heads.written[layer, one]
-                numbers = private[place, head, :exists]
-                private[place, head, :exists] = sums[layer, one, :exists] + _numbers(numbers, known)
+        for layer, layer_index in enumerate(layer_range):
+            for head, row_head in enumerate(range(row * kv_heads, (row + 1) * kv_heads)):
+                exists = int(heads.exists[layer, row_head].sum())
+                has_number = torch.arange(exists, device=column.device) < heads.written[layer, row_head]
+                numbers = private[layer_index, head, :exists]
+                private[layer_index, head, :exists] = sums[layer, row_head, :exists] + _numbers(numbers, has_number)
 
 
 def _numbers(
-    numbers: Float[Tensor, "entries *group"], known: Bool[Tensor, " entries"]
+    numbers: Float[Tensor, "entries *group"], has_number: Bool[Tensor, " entries"]
 ) -> Float[Tensor, "entries *group"]:
-    """Return the numbers of entries, zero for those that have none yet."""
-    return numbers.where(known.view(-1, *[1] * (numbers.dim() - 1)), 0)
+    """Return the numbers of entries, zero for those that have none yet.
+
+    Args:
+        numbers: of a column.
+        has_number: which of them were written.
+    """
+    return numbers.where(has_number.view(-1, *[1] * (numbers.dim() - 1)), 0)

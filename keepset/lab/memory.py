@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from keepset.core.budget import TEXT
 from keepset.hf.cache import Cache
 from keepset.hf.other_layers import is_bounded, nbytes_of
-from keepset.hf.store import SLACK
+from keepset.kernels.packed import SLACK
 from keepset.recipe import Recipe
 
 SHARES = {"cuda": 0.9, "cpu": 0.5}

@@ -155,17 +155,16 @@ class CompilerKV(Method):
             usage = observation[self._attention].attention_sums
             if not self.global_mean:
                 usage = usage.mean(-1)
-            places, usage = (
+            token_indices, usage = (
                 observation.split_layers(part).flatten(1) for part in (_places(observation, longest), usage)
             )
-            total.scatter_add_(1, places, usage.nan_to_num(0.0))
+            total.scatter_add_(1, token_indices, usage.nan_to_num(0.0))
             heads += observation.valid.shape[1] * len(observation.layer_ids)
         return total / heads
 
     def _utility(
         self, observation: Observation, received: PositionAttention, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Scores:
-        """Return equations 9 and 10."""
         weights = upload(tables.weights, row.device)[row, observation.depths]
         if not self.head_table:
             weights = torch.ones_like(weights)
@@ -177,7 +176,12 @@ class CompilerKV(Method):
     def signal(
         self, observation: Observation, received: PositionAttention
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
-        """Return equations 7 and 8 for every query head, or once for all that share a KV head."""
+        """Return equations 7 and 8 for every query head, or once for all that share a KV head.
+
+        Args:
+            observation: the layer.
+            received: mean attention of each position, over all layers.
+        """
         if self.global_mean:
             shared = observation.repeat_per_layer(received).gather(
                 1, _places(observation, received.shape[1]).flatten(1)
@@ -200,7 +204,14 @@ class CompilerKV(Method):
     def _candidates(
         self, utility: Scores, observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
     ) -> Quotas:
-        """Return how many entries equation 15 admits, together with what always stays; at least one."""
+        """Return how many entries equation 15 admits, together with what always stays; at least one.
+
+        Args:
+            utility: of each entry.
+            observation: the layer.
+            budget: says what always stays.
+            threshold: of each request.
+        """
         existing = observation.valid
         if self.threshold == "mean":
             # A query's attention sums to 1, so the window's sums to the number of its queries.
@@ -212,14 +223,21 @@ class CompilerKV(Method):
     def risk(
         self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """Return equations 11 to 13: the entropy of the received attention in nats, and the window's perplexity."""
+        """Return equations 11 to 13: the entropy of the received attention in nats, and the window's perplexity.
+
+        Args:
+            observation: the layer.
+            received: mean attention of each position.
+
+        Returns:
+            Both of each request.
+        """
         share = received / received.sum(-1, keepdim=True)
         entropy = -torch.xlogy(share, share).sum(-1)
         return entropy, observation[Perplexity(self.window)].to(entropy.device)
 
 
 def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_heads entries"]:
-    """Return positions within the text; those of holes are arbitrary."""
     return observation.positions.long().clamp(0, longest - 1)
 
 

@@ -118,6 +118,11 @@ def _expected_logits(
     It is computed in blocks of entries. On a CPU a block stays in a core's cache; elsewhere there are few blocks, whose
     memory does not grow with the entries. C and its transpose give the same number, so the part below the diagonal is
     added to the part above it, and most of the lower half is never multiplied.
+
+    Args:
+        keys: after rotation.
+        vectors: the mean query of each head.
+        matrices: the covariance of each head's queries; None for 0.
     """
     batch, heads, entries, size = keys.shape
     group, width = vectors.shape[2], -(-size // _PARTS)

@@ -116,7 +116,12 @@ class GVote(Method):
 
 
 def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:
-    """Return how many entries, the best first, hold a share `mass` of each row's attention; all where it is NaN."""
+    """Return how many entries, the best first, hold a share `mass` of each row's attention; all where it is NaN.
+
+    Args:
+        attention: of a query to all entries; sums to 1.
+        mass: a share from 0 to 1.
+    """
     cumulative = attention.sort(dim=-1, descending=True).values.double().cumsum(-1)
     # A share of 1 also needs entries whose attention rounds to 0.
     return 1 + (~(cumulative[..., :-1] >= (mass if mass < 1 else math.inf))).sum(-1)
@@ -125,7 +130,12 @@ def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tenso
 def query_logits(
     observation: Observation, queries: Float[Tensor, "batch kv_heads group n head_dim"]
 ) -> Float[Tensor, "batch kv_heads group n entries"]:
-    """Return the logits of queries that see every entry: finite, NaN below all others, and -inf at holes."""
+    """Return the logits of queries that see every entry: finite, NaN below all others, and -inf at holes.
+
+    Args:
+        observation: the layer.
+        queries: after rotation.
+    """
     folded = (queries.float() * observation.scaling).flatten(2, 3)
     logits = observation.over_heads(
         lambda heads: folded[:, heads] @ observation.keys_of(heads).float().transpose(-1, -2)

@@ -102,7 +102,12 @@ class LagKV(Method):
     def _information(
         self, states: Float[Tensor, "batch kv_heads entries dim"], count: int
     ) -> Float[Tensor, "batch kv_heads partitions lag"]:
-        """Return the information of the entries of every partition but the last, on the scale of the one after it."""
+        """Return the information of the entries of every partition but the last, on the scale of the one after it.
+
+        Args:
+            states: keys or values in the order of their positions.
+            count: how many partitions there are.
+        """
         cut = states[:, :, self.skip : self.skip + count * self.lag].unflatten(2, (count, self.lag)).float()
         low, high = cut[:, :, 1:].aminmax(dim=3, keepdim=True)
         scaled = (cut[:, :, :-1] - low).div_(high - low).masked_fill_(high == low, 0.0)

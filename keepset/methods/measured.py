@@ -171,7 +171,12 @@ def _spread(measured: RowStatistics) -> Float[Tensor, "batch query_heads head_di
 def _standardised(
     scores: Float[Tensor, "batch kv_heads entries group"], observation: Observation
 ) -> Float[Tensor, "batch kv_heads entries group"]:
-    """Return each query head's scores minus their mean, divided by their deviation, over entries with finite scores."""
+    """Return each query head's scores minus their mean, divided by their deviation, over entries with finite scores.
+
+    Args:
+        scores: of each query head.
+        observation: says which entries exist.
+    """
     counted = observation.valid[..., None] & scores.isfinite()
     count = counted.sum(2, keepdim=True).clamp(min=1)
     mean = scores.where(counted, 0.0).sum(2, keepdim=True) / count

@@ -52,12 +52,23 @@ class Random(Method):
 
 
 def stream(seed: int, layers: Int[Tensor, "..."] | int, rows: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Return a number for each row (a head or a sample, below 4096) of each layer."""
+    """Return a number for each row (a head or a sample, below 4096) of each layer.
+
+    Args:
+        seed: of the recipe.
+        layers: indices of layers in the model.
+        rows: a head or a sample of each.
+    """
     return _hash(_hash(torch.full_like(rows, seed)) ^ (layers * 4096 + rows))
 
 
 def normal(streams: Int[Tensor, "*rows"], count: int) -> Float[Tensor, "*rows count"]:
-    """Return the first `count` standard normal numbers of each stream in float32 (Box and Muller 1958)."""
+    """Return the first `count` standard normal numbers of each stream in float32 (Box and Muller 1958).
+
+    Args:
+        streams: what `stream` has returned.
+        count: how many numbers of each.
+    """
     counters = torch.arange(2 * count, device=streams.device)
     uniform = (_hash(streams[..., None] ^ counters).double() + 0.5) / 2**32
     radius, angle = uniform.unflatten(-1, (count, 2)).unbind(-1)

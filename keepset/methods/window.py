@@ -192,10 +192,15 @@ class RKV(Method):
         return means.masked_fill(~history, float("-inf")).softmax(-1).masked_fill(~history, 0.0)
 
     def _charged(self, keys: Float[Tensor, "batch heads entries head_dim"], history: Mask) -> Scores:
-        """Return the sum of the cosines that count for each key, for some heads."""
+        """Return the sum of the cosines that count for each key, for some heads.
+
+        Args:
+            keys: of some heads.
+            history: which entries are compared.
+        """
         directions = F.normalize(keys.float(), dim=-1).masked_fill(~history[..., None], 0.0)
-        others = directions.sum(2, keepdim=True) - directions
-        charged = (directions * others).sum(-1)
+        remaining = directions.sum(2, keepdim=True) - directions
+        charged = (directions * remaining).sum(-1)
         batch, kv_heads, entries, _ = directions.shape
         # In float32, whose maxima are vectorised; exact up to 2**24 entries.
         index = torch.arange(entries, device=directions.device, dtype=torch.float32)

@@ -122,7 +122,7 @@ def adakv_with_minima(scores: Scores, budget: Budget, method: AdaKV) -> Sets:
     for layer in scores:
         least = min(max(1, int(method.floor * number)), number) if method.floor else 0
         kept = [best_first(head, budget)[:least] for head in layer]
-        others = sorted(
+        candidates = sorted(
             (
                 (*key(head, entry, budget), index)
                 for index, head in enumerate(layer)
@@ -131,7 +131,7 @@ def adakv_with_minima(scores: Scores, budget: Budget, method: AdaKV) -> Sets:
             ),
             reverse=True,
         )
-        for *_, entry, index in others[: len(layer) * (number - least)]:
+        for *_, entry, index in candidates[: len(layer) * (number - least)]:
             kept[index].append(entry)
         sets.append([sorted(head) for head in kept])
     return sets
@@ -150,12 +150,12 @@ def _chunks(heads: list[list[float]], head: int, budget: Budget, chunk: int) -> 
     chosen = best_first(scores, budget)[: min(budget.sinks + budget.recent, length)]
     always_stay, chunks = set(chosen), []
     for start in range(0, length, chunk):
-        rest = [entry for entry in range(start, min(start + chunk, length)) if entry not in always_stay]
-        if rest:
-            mean = sum(sum(own[entry] for entry in rest) for own in heads) / len(heads)
-            chunks.append((mean / len(rest), start, rest))
-    for _, _, rest in sorted(chunks, reverse=True):
-        best = sorted(rest, key=lambda entry: (scores[entry], entry), reverse=True)
+        compared = [entry for entry in range(start, min(start + chunk, length)) if entry not in always_stay]
+        if compared:
+            mean = sum(sum(head_scores[entry] for entry in compared) for head_scores in heads) / len(heads)
+            chunks.append((mean / len(compared), start, compared))
+    for _, _, compared in sorted(chunks, reverse=True):
+        best = sorted(compared, key=lambda entry: (scores[entry], entry), reverse=True)
         chosen += best[: max(0, number - len(chosen))]
     return sorted(chosen[:number])
 
@@ -167,16 +167,16 @@ def composite(scores: Scores, budget: Budget, method: Composite) -> Sets:
     total = quota(budget, length, layers)
     certain = min(always(budget, length), total // layers)
     order = [[best_first(head, budget) for head in layer] for layer in scores]
-    rest = total - certain * layers
-    least = min(int(method.floor * rest / layers), length - certain)
+    remaining = total - certain * layers
+    least = min(int(method.floor * remaining / layers), length - certain)
     tokens = []
     for layer in range(layers):
         for rank in range(certain + least, length):
-            worth = [head[places[rank]] for head, places in zip(scores[layer], order[layer], strict=True)]
+            worth = [head[ranking[rank]] for head, ranking in zip(scores[layer], order[layer], strict=True)]
             value = max(worth) if method.aggregate_head == "max" else sum(worth) / len(worth)
             tokens.append((value, -rank, layer))
     counts = [certain + least] * layers
-    for _, _, layer in sorted(tokens, reverse=True)[: rest - least * layers]:
+    for _, _, layer in sorted(tokens, reverse=True)[: remaining - least * layers]:
         counts[layer] += 1
     return [[sorted(head[: counts[layer]]) for head in order[layer]] for layer in range(layers)]
 
@@ -189,9 +189,9 @@ def pool(scores: Scores, budget: Budget, method: Pool) -> Sets:
     total = quota(budget, length, len(parts))
     least = min(max(always(budget, length), int(method.floor * total / len(parts))), length)
     order = [best_first(head, budget) for head in parts]
-    others = [(head[e], -e, part) for part, head in enumerate(parts) for e in order[part][least:]]
+    candidates = [(head[e], -e, part) for part, head in enumerate(parts) for e in order[part][least:]]
     counts = [least] * len(parts)
-    for _, _, part in sorted(others, reverse=True)[: total - least * len(parts)]:
+    for _, _, part in sorted(candidates, reverse=True)[: total - least * len(parts)]:
         counts[part] += 1
-    sets = [sorted(places[:count]) for places, count in zip(order, counts, strict=True)]
+    sets = [sorted(ranking[:count]) for ranking, count in zip(order, counts, strict=True)]
     return [sets[first : first + len(scores[0])] for first in range(0, len(sets), len(scores[0]))]

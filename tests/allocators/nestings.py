@@ -75,7 +75,9 @@ class Held:
         """Return the state with new tokens, of which nothing is remembered yet."""
         positions = [[[*head, *range(first, first + tokens)] for head in layer] for layer in self.positions]
         zeros = [0.0] * tokens
-        return Held(positions, [{name: [[*h, *zeros] for h in of] for name, of in each.items()} for each in self.state])
+        return Held(
+            positions, [{name: [[*h, *zeros] for h in of] for name, of in columns.items()} for columns in self.state]
+        )
 
     def compressed(self, method: Method, budget: Budget, length: int, prompt: int, seed: int) -> Held:
         """Return what stays at an event whose numbers are random."""
@@ -98,8 +100,10 @@ class Held:
         for layer in LAYERS:
             kept = answer.layer(layer)
             positions.append([answer.positions(layer, 0, head).tolist() for head in range(HEADS)])
-            places = list(enumerate(kept.indices.split(kept.counts.flatten().tolist())))
-            states.append({name: [of[0, head][at].tolist() for head, at in places] for name, of in kept.state.items()})
+            head_indices = list(enumerate(kept.indices.split(kept.counts.flatten().tolist())))
+            states.append(
+                {name: [of[0, head][at].tolist() for head, at in head_indices] for name, of in kept.state.items()}
+            )
         return Held(positions, states)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from keepset.methods.window import TOVA
 from tests.methods.formulas import mean_window
 from tests.methods.naive import EXACT, Given, Shape, every_shape, heads_of, kept, length_of, observe
 from tests.methods.test_scorers import Spent
+from tests.observations import changed
 from tests.tiers import examples
 
 # --- segments
@@ -28,11 +28,11 @@ from tests.tiers import examples
 def naive_cuts(mass: list[float], share: float, shortest: int, longest: int) -> list[int]:
     """Lengths of the segments of one head."""
     cuts, filled, threshold = [], 0.0, 1
-    for place, part in enumerate(mass):
+    for index, part in enumerate(mass):
         filled += part
         while threshold * share < 1 - 1e-9 and filled >= share * threshold:
             threshold += 1
-            cuts.append(place + 1)
+            cuts.append(index + 1)
     lengths = [stop - start for start, stop in pairwise(sorted({0, *cuts, len(mass)}))]
     merged: list[int] = []
     carried = 0
@@ -53,9 +53,9 @@ def naive_cuts(mass: list[float], share: float, shortest: int, longest: int) -> 
 
 def lengths_of(segment: Tensor, valid: Tensor) -> list[int]:
     """Return the lengths of one head's segments in order; check that they are contiguous."""
-    mine = segment[valid].tolist()
-    assert mine == sorted(mine) and set(mine) == set(range(max(mine) + 1))
-    return [mine.count(index) for index in range(max(mine) + 1)]
+    numbers = segment[valid].tolist()
+    assert numbers == sorted(numbers) and set(numbers) == set(range(max(numbers) + 1))
+    return [numbers.count(index) for index in range(max(numbers) + 1)]
 
 
 masses = st.one_of(
@@ -76,13 +76,13 @@ masses = st.one_of(
 )
 @example([[1.0] * 100], 0.1, 10, 0, False)
 @example([[1.0]], 0.1, 16, 16, False)
-def test_cuts(heads: list[list[float]], share: float, shortest: int, more: int, in_front: bool) -> None:
-    longest, entries = 2 * shortest + more, max(map(len, heads))
+def test_cuts(heads: list[list[float]], share: float, shortest: int, extra: int, in_front: bool) -> None:
+    longest, entries = 2 * shortest + extra, max(map(len, heads))
     mass, valid = torch.zeros(1, len(heads), entries), torch.zeros(1, len(heads), entries, dtype=torch.bool)
     for index, head in enumerate(heads):
-        own = torch.tensor(head) + 1e-6
-        place = slice(entries - len(head), entries) if in_front else slice(0, len(head))
-        mass[0, index, place], valid[0, index, place] = own / own.sum(), True
+        head_mass = torch.tensor(head) + 1e-6
+        part = slice(entries - len(head), entries) if in_front else slice(0, len(head))
+        mass[0, index, part], valid[0, index, part] = head_mass / head_mass.sum(), True
     order = valid.cumsum(-1)
     ends = cut_by_mass(mass.double().cumsum(-1), order, share, shortest, longest)
     segment = torch.searchsorted(ends, order)
@@ -112,11 +112,11 @@ def test_cuts_of_a_fixed_length(entries: int, length: int) -> None:
 def divisions(draw: st.DrawFn) -> tuple[int, list[float], list[int], list[int]]:
     """Quota, and of every segment mass, length and minimum."""
     segments = draw(st.integers(1, 12))
-    each = [draw(st.integers(0, 30)) for _ in range(segments)]
+    lengths = [draw(st.integers(0, 30)) for _ in range(segments)]
     smallest = draw(st.integers(0, 4))
-    mass = [draw(st.sampled_from([1e-14, 0.01, 0.2, 0.2, 1.0])) if length else 0.0 for length in each]
-    quota = draw(st.integers(0, sum(each) + 3))
-    return quota, mass, each, [min(smallest, length) for length in each]
+    mass = [draw(st.sampled_from([1e-14, 0.01, 0.2, 0.2, 1.0])) if length else 0.0 for length in lengths]
+    quota = draw(st.integers(0, sum(lengths) + 3))
+    return quota, mass, lengths, [min(smallest, length) for length in lengths]
 
 
 def naive_shares(total: float, mass: list[float], upper: list[int], minimum: list[float]) -> list[float]:
@@ -147,10 +147,10 @@ def test_division(case: tuple[int, list[float], list[int], list[int]]) -> None:
     total = min(quota, sum(length))
     assert sum(found) == total
     # Minima are paid for in the order of the masses.
-    rest, paid = total, [0.0] * len(mass)
+    remaining, paid = total, [0.0] * len(mass)
     for index in sorted(range(len(mass)), key=lambda index: -mass[index]):
-        rest -= minimum[index]
-        if rest >= 0:
+        remaining -= minimum[index]
+        if remaining >= 0:
             paid[index] = minimum[index]
     shares = naive_shares(total, mass, length, paid)
     for count, share, low, high in zip(found, shares, paid, length, strict=True):
@@ -163,8 +163,8 @@ def test_division(case: tuple[int, list[float], list[int], list[int]]) -> None:
 def test_without_bounds_it_is_the_papers_formula() -> None:
     mass, length = [0.5, 0.3, 0.2], [100, 100, 100]
     parts = [torch.tensor([[values]], dtype=torch.double) for values in (mass, length, [2, 2, 2])]
-    rest = 106 - 3 * 2
-    assert divide(torch.tensor([[106]]), *parts)[0, 0].tolist() == [2 + round(rest * part) for part in mass]
+    remaining = 106 - 3 * 2
+    assert divide(torch.tensor([[106]]), *parts)[0, 0].tolist() == [2 + round(remaining * part) for part in mass]
 
 
 @examples(200)
@@ -174,19 +174,19 @@ def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -
     scores = st.sampled_from([float("-inf"), -3e38, -1.5, -0.0, 0.0, 1e-45, 0.5, 0.5, 3e38])
     ranked = torch.tensor([[[data.draw(scores) for _ in range(entries)] for _ in range(heads)]])
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(1, heads, -1)
-    quotas, held = [], []
+    quotas, entry_counts = [], []
     for head in range(heads):
         parts = (~ranked[0, head].isneginf()).split(lengths)
         have = [int(part.sum()) for part in parts]
-        held.append(have)
+        entry_counts.append(have)
         quotas.append([data.draw(st.integers(0, number)) for number in have])
-    found = top_of_segments(ranked, segment, torch.tensor([held]).cumsum(-1), torch.tensor([quotas]))
+    found = top_of_segments(ranked, segment, torch.tensor([entry_counts]).cumsum(-1), torch.tensor([quotas]))
     for head in range(heads):
         expected: set[int] = set()
         for index, quota in enumerate(quotas[head]):
-            mine = [place for place in range(entries) if int(segment[0, head, place]) == index]
-            mine.sort(key=lambda place: (-float(ranked[0, head, place]), -place))
-            expected |= set(mine[:quota])
+            indices = [entry for entry in range(entries) if int(segment[0, head, entry]) == index]
+            indices.sort(key=lambda entry: (-float(ranked[0, head, entry]), -entry))
+            expected |= set(indices[:quota])
         assert set(found[0, head].nonzero()[:, 0].tolist()) == expected
 
 
@@ -198,7 +198,7 @@ def test_what_is_too_much_goes_the_worst_first(entries: int, most: int, data: st
     chosen = [score > float("-inf") and data.draw(st.booleans()) for score in ranked]
     quota = max(0, sum(chosen) - data.draw(st.integers(0, most)))
     found = trimmed(torch.tensor([[ranked]]), torch.tensor([[chosen]]), torch.tensor([[quota]]), most)[0, 0]
-    best = sorted((place for place in range(entries) if chosen[place]), key=lambda place: (-ranked[place], -place))
+    best = sorted((index for index in range(entries) if chosen[index]), key=lambda index: (-ranked[index], -index))
     assert found.nonzero()[:, 0].tolist() == sorted(best[:quota])
 
 
@@ -218,11 +218,11 @@ def test_many_entries_are_chosen_as_head_by_head() -> None:
     segment = torch.randint(number, ranked.shape, generator=draw).sort(-1).values
     length = torch.zeros(1, heads, number, dtype=torch.long).scatter_add(-1, segment, (~ranked.isneginf()).long())
     quotas = (length * torch.rand(length.shape, generator=draw)).long()
-    asked = ranked, segment, length.cumsum(-1), quotas
-    found = top_of_segments(*asked)
+    arguments = ranked, segment, length.cumsum(-1), quotas
+    found = top_of_segments(*arguments)
     assert torch.equal(found.sum(-1), quotas.sum(-1))
     for head in range(heads):
-        assert torch.equal(found[:, [head]], top_of_segments(*(each[:, [head]] for each in asked)))
+        assert torch.equal(found[:, [head]], top_of_segments(*(argument[:, [head]] for argument in arguments)))
 
 
 # --- events
@@ -236,13 +236,13 @@ def naive_mass(observation: Observation, method: AMS, request: int, head: int) -
     usage = mean_window(observation, request, range(head, head + 1), method.window)
     # Of the window's queries so many came before the entry.
     positions = observation.positions[request, head].tolist()
-    missed = [max(method.window - (newest - positions[place]), 0) for place in range(entries)]
+    missed = [max(method.window - (newest - positions[index]), 0) for index in range(entries)]
     best = max((value for value, number in zip(usage, missed, strict=True) if number), default=0.0)
     full = [value + best * number / method.window for value, number in zip(usage, missed, strict=True)]
     if method.padding == "positions":
-        full = [max(usage) if positions[place] >= newest - method.window else usage[place] for place in range(entries)]
+        full = [max(usage) if positions[index] >= newest - method.window else usage[index] for index in range(entries)]
     half = method.kernel // 2
-    padded = [sum(full[max(place - half, 0) : place + half + 1]) / method.kernel for place in range(entries)]
+    padded = [sum(full[max(index - half, 0) : index + half + 1]) / method.kernel for index in range(entries)]
     total = sum(max(value, 0.0) + 1e-12 for value in padded)
     return [(max(value, 0.0) + 1e-12) / total for value in padded]
 
@@ -255,10 +255,10 @@ def naive_choice(
     lengths = naive_cuts(mass, method.segment_mass, method.min_segment, method.max_segment)
     segment = [index for index, length in enumerate(lengths) for _ in range(length)]
     weight = [sum(m for m, s in zip(mass, segment, strict=True) if s == index) for index in range(len(lengths))]
-    least, rest = [0] * len(lengths), keep
+    least, remaining = [0] * len(lengths), keep
     for index in sorted(range(len(lengths)), key=lambda index: -weight[index]):
-        rest -= min(method.min_quota, lengths[index])
-        if rest < 0:
+        remaining -= min(method.min_quota, lengths[index])
+        if remaining < 0:
             break
         least[index] = min(method.min_quota, lengths[index])
     shares = naive_shares(keep, weight, lengths, [float(low) for low in least])
@@ -269,16 +269,16 @@ def naive_choice(
     # Lines 34 to 36: by score alone.
     chosen: set[int] = set()
     for index, quota in enumerate(quotas):
-        mine = [place for place in range(entries) if segment[place] == index]
-        chosen |= set(sorted(mine, key=lambda place: (scores[place], place), reverse=True)[:quota])
+        indices = [entry for entry in range(entries) if segment[entry] == index]
+        chosen |= set(sorted(indices, key=lambda entry: (scores[entry], entry), reverse=True)[:quota])
     # Line 31: when feasible.
-    must = [place for place in range(entries) if positions[place] < budget.sinks][:keep]
+    must = [entry for entry in range(entries) if positions[entry] < budget.sinks][:keep]
     room = min(keep - len(must), budget.recent)
-    must += [place for place in range(entries) if positions[place] >= newest - room and place not in must]
+    must += [entry for entry in range(entries) if positions[entry] >= newest - room and entry not in must]
     # Lines 38 to 41.
-    others = sorted(chosen - set(must), key=lambda place: (scores[place], place), reverse=True)
-    stays = must + others[: keep - len(must)]
-    left = sorted(set(range(entries)) - set(stays), key=lambda place: (scores[place], place), reverse=True)
+    candidates = sorted(chosen - set(must), key=lambda entry: (scores[entry], entry), reverse=True)
+    stays = must + candidates[: keep - len(must)]
+    left = sorted(set(range(entries)) - set(stays), key=lambda entry: (scores[entry], entry), reverse=True)
     return sorted(stays + left[: keep - len(stays)]), lengths, shares
 
 
@@ -331,8 +331,8 @@ def test_what_is_useful_at_one_event_after_another_gains() -> None:
     first = Recipe(method, budget).select(observation).layer(0).state["credit"]
     old = first.clone()
     old[..., 6:] = 0.0  # as if these were new at the second event
-    again = Recipe(method, budget).select(replace(observation, state={"credit": old})).layer(0).state["credit"]
-    ratio = again / (0.1 * method.segments(replace(observation, state={}), budget).mass)
+    again = Recipe(method, budget).select(changed(observation, state={"credit": old})).layer(0).state["credit"]
+    ratio = again / (0.1 * method.segments(changed(observation, state={}), budget).mass)
     torch.testing.assert_close(ratio[0, 0, :6], torch.full((6,), 1.9), **EXACT)
     torch.testing.assert_close(ratio[0, 0, 6:], torch.ones(6), **EXACT)
 
@@ -364,7 +364,7 @@ def test_a_whole_event(
         observation.keys.zero_()
     if spoilt == "nan":
         observation.keys[:, 0, 0] = math.nan
-    observation = replace(observation, state={"scores": scores})
+    observation = changed(observation, state={"scores": scores})
     method = AMS(Given(), credit=False, min_quota=least, **SMALL)
     keep = max(keep, sum(always))
     budget = Budget(keep, *always)

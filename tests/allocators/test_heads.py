@@ -80,20 +80,22 @@ def test_a_fraction_below_what_always_stays_keeps_that_in_every_head() -> None:
 
 @examples(150, derandomize=False)
 @given(
-    held=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    entry_counts=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     keep=st.integers(1, 30),
     percent=st.integers(0, 100),
     seed=st.integers(0, 99),
 )
-def test_heads_that_hold_little_do_not_shrink_the_layer(held: list[int], keep: int, percent: int, seed: int) -> None:
-    keys = torch.rand(1, len(held), max(held), 1, generator=torch.Generator().manual_seed(seed))
-    valid = torch.arange(max(held)) < torch.tensor(held)[:, None]
+def test_heads_that_hold_little_do_not_shrink_the_layer(
+    entry_counts: list[int], keep: int, percent: int, seed: int
+) -> None:
+    keys = torch.rand(1, len(entry_counts), max(entry_counts), 1, generator=torch.Generator().manual_seed(seed))
+    valid = torch.arange(max(entry_counts)) < torch.tensor(entry_counts)[:, None]
     observation = Observation(keys=keys, values=keys, valid=valid[None])
     counts = AdaKV(Knorm(), floor=percent / 100).select(observation, Budget(keep)).counts[0, 0].tolist()
-    assert all(count <= there for count, there in zip(counts, held, strict=True))
-    assert sum(counts) == min(len(held) * keep, sum(held))
-    if percent == 100 and keep <= min(held):
-        assert counts == [keep] * len(held)
+    assert all(count <= most for count, most in zip(counts, entry_counts, strict=True))
+    assert sum(counts) == min(len(entry_counts) * keep, sum(entry_counts))
+    if percent == 100 and keep <= min(entry_counts):
+        assert counts == [keep] * len(entry_counts)
 
 
 # --- ChunkKV
@@ -134,8 +136,8 @@ def projected_norm(observation: Observation, request: int, query_head: int, entr
     group = observation[OutputProjection()].shape[0] // observation.keys.shape[1]
     value = observation.values[request, query_head // group, entry].double().tolist()
     weights = observation[OutputProjection()][query_head].double().tolist()
-    made = [sum(v * row[out] for v, row in zip(value, weights, strict=True)) for out in range(len(weights[0]))]
-    return sum(abs(number) ** order for number in made) ** (1 / order)
+    projected = [sum(v * row[out] for v, row in zip(value, weights, strict=True)) for out in range(len(weights[0]))]
+    return sum(abs(number) ** order for number in projected) ** (1 / order)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,8 +164,8 @@ def two_stages(scores: Tensor, norms: list[float], count: int, alpha: float) -> 
     weighed = ((scores - scores.clamp(max=0).min() + 1e-4) * torch.tensor(norms)).tolist()
     first, entries = math.floor(count * alpha + 1e-9), range(len(norms))
     best = sorted(entries, key=lambda entry: (scores[entry].item(), entry), reverse=True)[:first]
-    rest = sorted(set(entries) - set(best), key=lambda entry: (weighed[entry], entry), reverse=True)
-    return sorted(best + rest[: count - first])
+    compared = sorted(set(entries) - set(best), key=lambda entry: (weighed[entry], entry), reverse=True)
+    return sorted(best + compared[: count - first])
 
 
 @examples(80)
@@ -205,7 +207,8 @@ def test_snapkv_in_two_stages(shape: Shape, dtype: torch.dtype) -> None:
     for request, length in enumerate(shape.lengths):
         for head, found in enumerate(heads_of(CriticalKV(scorer), observation, Budget(keep), request)):
             norms = [
-                sum(projected_norm(observation, request, head * group + one, entry, 1) for one in range(group)) / group
+                sum(projected_norm(observation, request, head * group + member, entry, 1) for member in range(group))
+                / group
                 for entry in range(length)
             ]
             assert found == two_stages(scores[request, head, :length], norms, min(keep, length), 0.5)

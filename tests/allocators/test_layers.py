@@ -31,18 +31,18 @@ def model(shape: Shape, layers: int) -> list[Observation]:
     return [observe(shape, seed=layer, layer=layer, layers=range(layers)) for layer in range(layers)]
 
 
-def holding(held: Sequence[int], length: int, seed: int = 0) -> list[Observation]:
+def holding(counts: Sequence[int], length: int, seed: int = 0) -> list[Observation]:
     """Layers that hold so many of the newest entries of a text after an event."""
     return [
         observe(
             Shape((count,), 2, 2, 3, 3),
             layer=layer,
-            layers=range(len(held)),
+            layers=range(len(counts)),
             seed=seed + layer,
             positions=torch.arange(length - count, length).expand(1, 2, count),
             state={"scores": torch.randn(1, 2, count, generator=torch.Generator().manual_seed(seed + layer))},
         )
-        for layer, count in enumerate(held)
+        for layer, count in enumerate(counts)
     ]
 
 
@@ -58,17 +58,17 @@ def counts(method: Method, observations: Sequence[Observation], budget: Budget, 
 
 def level(shares: list[int], total: int, room: list[int]) -> list[Fraction]:
     """Divide in proportion to shares; a full part leaves the rest to the others, round after round."""
-    given = [Fraction(0)] * len(shares)
+    shares_given = [Fraction(0)] * len(shares)
     open_ = {part for part, share in enumerate(shares) if share and room[part]}
     left = Fraction(min(total, sum(room[part] for part in open_)))
     while open_ and left:
         pace = left / sum(shares[part] for part in open_)
         full = {part for part in open_ if shares[part] * pace >= room[part]}
         for part in full or open_:
-            given[part] = Fraction(room[part]) if full else shares[part] * pace
+            shares_given[part] = Fraction(room[part]) if full else shares[part] * pace
         left = left - sum(room[part] for part in full) if full else Fraction(0)
         open_ -= full
-    return given
+    return shares_given
 
 
 @examples(60)
@@ -96,24 +96,24 @@ def naive_pool(values: list[list[float]], total: int, least: list[int]) -> list[
         sorted((e for e in range(len(part)) if part[e] != -math.inf), key=lambda e: (part[e], e), reverse=True)
         for part in values
     ]
-    certain = [(part, place) for part, places in enumerate(order) for place in places[: least[part]]]
-    others = [(part, place) for part, places in enumerate(order) for place in places[least[part] :]]
-    others.sort(key=lambda entry: (values[entry[0]][entry[1]], -entry[1], entry[0]), reverse=True)
-    chosen = (certain + others)[: max(total, 0)]
-    return [sum(part == mine for part, _ in chosen) for mine in range(len(values))]
+    certain = [(part, index) for part, ranking in enumerate(order) for index in ranking[: least[part]]]
+    candidates = [(part, index) for part, ranking in enumerate(order) for index in ranking[least[part] :]]
+    candidates.sort(key=lambda entry: (values[entry[0]][entry[1]], -entry[1], entry[0]), reverse=True)
+    chosen = (certain + candidates)[: max(total, 0)]
+    return [sum(part == part_index for part, _ in chosen) for part_index in range(len(values))]
 
 
 @examples(80)
-@given(data=st.data(), parts=st.integers(1, 4), places=st.integers(1, 9), double=st.booleans(), few=st.booleans())
+@given(data=st.data(), parts=st.integers(1, 4), entries=st.integers(1, 9), double=st.booleans(), few=st.booleans())
 def test_the_best_of_all_parts_are_counted(
-    data: st.DataObject, parts: int, places: int, double: bool, few: bool
+    data: st.DataObject, parts: int, entries: int, double: bool, few: bool
 ) -> None:
     """Where the least is too much, the best of it stay."""
     number = st.sampled_from([-math.inf, -3e38, -1.0, 0.0, 0.5, 0.5, 1.0, 2.0, 3e38]) | st.floats(-5, 5, width=32)
-    values = data.draw(st.lists(st.lists(number, min_size=places, max_size=places), min_size=parts, max_size=parts))
+    values = data.draw(st.lists(st.lists(number, min_size=entries, max_size=entries), min_size=parts, max_size=parts))
     existing = [sum(value != -math.inf for value in part) for part in values]
     least = [data.draw(st.integers(0, count)) for count in existing]
-    total = data.draw(st.integers(0, sum(least)) if few else st.integers(sum(least), places * parts + 2))
+    total = data.draw(st.integers(0, sum(least)) if few else st.integers(sum(least), entries * parts + 2))
     tensor = torch.tensor([values], dtype=torch.float64 if double else torch.float32)
     found = pooled_counts(tensor, torch.tensor([total]), torch.tensor([least]))[0].tolist()
     assert sum(found) == min(total, sum(existing))
@@ -126,20 +126,22 @@ def test_the_best_of_all_parts_are_counted(
 @examples(80)
 @given(
     keep=st.integers(1, 30) | st.integers(1, 100).map(lambda percent: percent / 100) | st.none(),
-    held=st.lists(st.lists(st.integers(1, 24), min_size=2, max_size=2), min_size=1, max_size=4),
+    entry_counts=st.lists(st.lists(st.integers(1, 24), min_size=2, max_size=2), min_size=1, max_size=4),
     heads=st.integers(1, 3),
 )
-def test_all_heads_of_all_layers_share_one_number(keep: int | float | None, held: list[list[int]], heads: int) -> None:
+def test_all_heads_of_all_layers_share_one_number(
+    keep: int | float | None, entry_counts: list[list[int]], heads: int
+) -> None:
     observations = [
-        observe(Shape(tuple(of_layer), heads, 2, 3, 3), layer=layer, layers=range(len(held)))
-        for layer, of_layer in enumerate(held)
+        observe(Shape(tuple(of_layer), heads, 2, 3, 3), layer=layer, layers=range(len(entry_counts)))
+        for layer, of_layer in enumerate(entry_counts)
     ]
     for request, total in enumerate(total_entries(observations, Budget(keep)).tolist()):
-        existing = heads * sum(of_layer[request] for of_layer in held)
+        existing = heads * sum(of_layer[request] for of_layer in entry_counts)
         if isinstance(keep, float):
             assert total == max(1, existing * round(keep * 100) // 100)
         else:
-            assert total == (existing if keep is None else min(keep * heads * len(held), existing))
+            assert total == (existing if keep is None else min(keep * heads * len(entry_counts), existing))
 
 
 # --- allocators that divide by what layers hold
@@ -147,14 +149,16 @@ def test_all_heads_of_all_layers_share_one_number(keep: int | float | None, held
 
 @every_kind
 @examples(60)
-@given(held=st.lists(st.integers(1, 24), min_size=1, max_size=5), seed=st.integers(0, 99), keep=st.integers(1, 40))
+@given(
+    entry_counts=st.lists(st.integers(1, 24), min_size=1, max_size=5), seed=st.integers(0, 99), keep=st.integers(1, 40)
+)
 def test_layers_that_hold_different_numbers_share_what_there_is(
-    kind: type[LayerAllocator], held: list[int], seed: int, keep: int
+    kind: type[LayerAllocator], entry_counts: list[int], seed: int, keep: int
 ) -> None:
     """At an event after others the other layers keep what one is too short for."""
-    found = counts(kind(Given()), holding(held, 30, seed), Budget(keep, recent=min(keep, 3)))
-    assert sum(found) == min(keep * len(held), sum(held))
-    assert all(1 <= count <= most for count, most in zip(found, held, strict=True))
+    found = counts(kind(Given()), holding(entry_counts, 30, seed), Budget(keep, recent=min(keep, 3)))
+    assert sum(found) == min(keep * len(entry_counts), sum(entry_counts))
+    assert all(1 <= count <= most for count, most in zip(found, entry_counts, strict=True))
 
 
 @every_kind
@@ -164,8 +168,8 @@ def test_what_is_inside_chooses_in_each_layer(kind: type[LayerAllocator]) -> Non
         numbers = counts(kind(scorer), observations, budget, request)
         for inner in (scorer, AdaKV(scorer), CriticalKV(scorer), AdaKV(CriticalKV(scorer))):
             expected = [
-                heads_of(inner, each, Budget(number, budget.sinks, min(budget.recent, number)), request)
-                for each, number in zip(observations, numbers, strict=True)
+                heads_of(inner, observation, Budget(number, budget.sinks, min(budget.recent, number)), request)
+                for observation, number in zip(observations, numbers, strict=True)
             ]
             assert sets_of(kind(inner), observations, budget, request) == expected
 
@@ -176,12 +180,12 @@ def test_what_is_inside_chooses_in_each_layer(kind: type[LayerAllocator]) -> Non
 def schedule(length: int, keep: int, always: int, layers: int, beta: Fraction) -> list[Fraction]:
     """Unrounded: falls from layer to layer by the same step, keeps its mean, and fits the text."""
     always = min(keep, always)
-    rest = Fraction(keep - always)
-    last = rest / beta
-    first = 2 * rest - last
+    divisible = Fraction(keep - always)
+    last = divisible / beta
+    first = 2 * divisible - last
     if always + first > length:
         first = Fraction(length - always)
-        last = 2 * rest - first
+        last = 2 * divisible - first
     if layers == 1:
         return [Fraction(keep)]
     return [always + first + (last - first) * depth / (layers - 1) for depth in range(layers)]
@@ -263,25 +267,32 @@ def test_pyramid_and_adakv_compose(method: Method, heads: tuple[int, int], budge
     """Within a layer it is AdaKV with that layer's number."""
     observations, scorer = model(Shape((40, 19), *heads, 4, 4), 6), SnapKV(window=3)
     for request, length in enumerate((40, 19)):
-        wanted = min(budget.keep, length) if isinstance(budget.keep, int) else math.floor(length * 0.37)
+        count = min(budget.keep, length) if isinstance(budget.keep, int) else math.floor(length * 0.37)
         numbers = counts(Pyramid(scorer), observations, budget, request)
         found = sets_of(method, observations, budget, request)
         assert [sum(map(len, layer)) for layer in found] == [number * heads[0] for number in numbers]
-        assert sum(numbers) == 6 * wanted
+        assert sum(numbers) == 6 * count
         if not request:
             budgets = [Budget(number, budget.sinks, budget.recent) for number in numbers]
-            assert found == [heads_of(AdaKV(scorer), *each) for each in zip(observations, budgets, strict=True)]
+            assert found == [
+                heads_of(AdaKV(scorer), *layer_and_budget)
+                for layer_and_budget in zip(observations, budgets, strict=True)
+            ]
 
 
 @examples(50, derandomize=False)
-@given(length=st.integers(6, 60), keep=st.integers(6, 60), held=st.lists(st.integers(1, 60), min_size=1, max_size=9))
+@given(
+    length=st.integers(6, 60),
+    keep=st.integers(6, 60),
+    entry_counts=st.lists(st.integers(1, 60), min_size=1, max_size=9),
+)
 def test_what_layers_hold_after_an_event_does_not_change_what_they_aim_at(
-    length: int, keep: int, held: list[int]
+    length: int, keep: int, entry_counts: list[int]
 ) -> None:
     method, budget = Pyramid(Knorm(), beta=3), Budget(keep, sinks=2, recent=4)
-    aims = counts(method, model(Shape((length,), 2, 1, 1, 1), len(held)), budget)
-    held = [min(count, length) for count in held]
-    assert counts(method, holding(held, length), budget) == list(map(min, aims, held))
+    aims = counts(method, model(Shape((length,), 2, 1, 1, 1), len(entry_counts)), budget)
+    entry_counts = [min(count, length) for count in entry_counts]
+    assert counts(method, holding(entry_counts, length), budget) == list(map(min, aims, entry_counts))
 
 
 # --- ZigZagKV
@@ -350,24 +361,24 @@ def test_needs_the_window_that_it_or_its_scorer_looks_at(scorer: Method, window:
 def naive_updates(scores: Scores, keep: int, r_max: int, interval: int) -> list[int]:
     """Update after update: count who has the best scores so far, divide everything among them, cut."""
     layers, heads, length = len(scores), len(scores[0]), len(scores[0][0])
-    rest, room = (keep - 1) * layers, length - 1
-    held = [min(r_max * (keep - 1), room)] * layers
+    divisible, room = (keep - 1) * layers, length - 1
+    per_layer = [min(r_max * (keep - 1), room)] * layers
     for layer in range(layers):
         if (layer + 1) % interval and layer + 1 < layers:
             continue
         pool = [
-            (scores[one][head][entry], entry, one, head)
-            for one in range(layer + 1)
+            (scores[layer_index][head][entry], entry, layer_index, head)
+            for layer_index in range(layer + 1)
             for head in range(heads)
             for entry in range(length)
         ]
         best = sorted(pool, reverse=True)[: (keep - 1) * heads * (layer + 1)]
-        shares = [sum(one == which for _, _, which, _ in best) for one in range(layer + 1)]
-        total = min(rest, sum(held[: layer + 1]))
-        if sum(min(most, share * 10**9) for most, share in zip(held, shares, strict=False)) < total:
+        shares = [sum(layer_index == which for _, _, which, _ in best) for layer_index in range(layer + 1)]
+        total = min(divisible, sum(per_layer[: layer + 1]))
+        if sum(min(most, share * 10**9) for most, share in zip(per_layer, shares, strict=False)) < total:
             shares = [share * 10**9 + sum(shares) for share in shares]  # never quite zero
-        held[: layer + 1] = rounded(level(shares, rest, held[: layer + 1]), total)
-    return [1 + count for count in held]
+        per_layer[: layer + 1] = rounded(level(shares, divisible, per_layer[: layer + 1]), total)
+    return [1 + count for count in per_layer]
 
 
 @examples(60)
@@ -386,7 +397,7 @@ def test_matches_the_updates_written_out(data: st.DataObject, keep: int, r_max: 
     assert sum(got) == keep * layers
     # Who is a hair next to a half may be rounded to either side.
     expected = naive_updates(scores, keep, r_max, interval)
-    assert all(abs(mine - theirs) <= 1 for mine, theirs in zip(got, expected, strict=True))
+    assert all(abs(count - right) <= 1 for count, right in zip(got, expected, strict=True))
 
 
 def rising(entries: int, *bases: int) -> list[Observation]:

@@ -33,34 +33,34 @@ def test_every_head_is_fitted_as_if_alone(shape: Shape, allocator: str) -> None:
     errors = torch.zeros(2)
     for row in range(shape.batch * shape.kv_heads):
         request, head = divmod(row, shape.kv_heads)
-        asked = observation.query_positions[request] >= 0
-        group = observation.queries.unflatten(1, (shape.kv_heads, -1))[request, head][:, asked].flatten(0, 1).double()
+        exists = observation.query_positions[request] >= 0
+        group = observation.queries.unflatten(1, (shape.kv_heads, -1))[request, head][:, exists].flatten(0, 1).double()
         keys, values = (
             part[request, head, : shape.lengths[request]].double() for part in (observation.keys, observation.values)
         )
-        own = slice(*kept.cu_seqlens[row : row + 2].tolist())
-        places = kept.indices[own]
+        head_part = slice(*kept.cu_seqlens[row : row + 2].tolist())
+        kept_indices = kept.indices[head_part]
         logits = group @ keys.T * observation.scaling
-        wanted = logits.softmax(-1) @ values
-        biases = kept.state[BIAS][request, head][places].double()
-        fitted = (logits[:, places] + biases).softmax(-1) @ kept.values[own].double()
-        untouched = logits[:, places].softmax(-1) @ values[places]
-        errors += torch.stack([(fitted - wanted).square().sum(), (untouched - wanted).square().sum()])
-        elsewhere = torch.ones(shape.entries, dtype=torch.bool).index_fill(0, places, False)
+        target = logits.softmax(-1) @ values
+        biases = kept.state[BIAS][request, head][kept_indices].double()
+        fitted = (logits[:, kept_indices] + biases).softmax(-1) @ kept.values[head_part].double()
+        untouched = logits[:, kept_indices].softmax(-1) @ values[kept_indices]
+        errors += torch.stack([(fitted - target).square().sum(), (untouched - target).square().sum()])
+        elsewhere = torch.ones(shape.entries, dtype=torch.bool).index_fill(0, kept_indices, False)
         assert not kept.state[BIAS][request, head][elsewhere].any()
     assert errors[0] <= errors[1] * 0.5 or shape.entries < 6
 
 
 def test_reference_queries_of_the_prompt_come_first() -> None:
     observation = observe(Shape((24,), 2, 2, 6, 6))
-    other = observe(Shape((24,), 2, 2, 6, 6), window=20, seed=5)
-    assert other.queries is not None
-    asked = PaddedQueries(other.queries, torch.ones(1, 20, dtype=torch.bool))
-    reference = {ReferenceQueries(1, 1): Reference(asked, asked)}
-    both = observe(Shape((24,), 2, 2, 6, 6), features=reference)
+    longer = observe(Shape((24,), 2, 2, 6, 6), window=20, seed=5)
+    assert longer.queries is not None
+    padded_queries = PaddedQueries(longer.queries, torch.ones(1, 20, dtype=torch.bool))
+    reference = {ReferenceQueries(1, 1): Reference(padded_queries, padded_queries)}
+    with_reference = observe(Shape((24,), 2, 2, 6, 6), features=reference)
     method = Match(keepset.METHODS["knorm"](), window=8)
     budget = keepset.Budget(0.3)
-    by_window, by_prompt = (method.select(each, budget).layer(0).values for each in (observation, both))
+    by_window, by_prompt = (method.select(shown, budget).layer(0).values for shown in (observation, with_reference))
     assert by_window is not None and by_prompt is not None and not torch.allclose(by_window, by_prompt)
 
 
@@ -77,8 +77,8 @@ def test_the_embedded_model_goes_on_as_with_the_full_cache() -> None:
     ids = tokenizer(texts.essay("gap"), return_tensors="pt")["input_ids"][:, :480]
     recipes = [keepset.Recipe.parse(text) for text in ("match(glance, keep=0.25)", "glance(keep=0.25)")]
     session = PromptSession(model, ids[:, :400], recipes)
-    wanted = session.compress(None).follow(ids[:, 400:])
-    near, far = (mean(kl(wanted, session.compress(recipe).follow(ids[:, 400:]))) for recipe in recipes)
+    target = session.compress(None).follow(ids[:, 400:])
+    near, far = (mean(kl(target, session.compress(recipe).follow(ids[:, 400:]))) for recipe in recipes)
     assert near < far / 1.5
 
 
@@ -93,26 +93,26 @@ def test_company_changes_nothing() -> None:
             for session in (together, PromptSession(tiny("llama"), ids, [matching]))
         )
         for layer in shared:
-            columns, own = (layers[layer].store.packed for layers in (shared, alone))
-            torch.testing.assert_close(columns, own)
+            columns, right = (layers[layer].store.packed for layers in (shared, alone))
+            torch.testing.assert_close(columns, right)
 
 
 def test_padding_and_chunks_change_nothing() -> None:
     ids, mask = left_padded(prompt(2, 40), [0, 7])
     text = "match(snapkv(window=5), queries=16, newest=9, keep=12)"
-    both, logits = cached(text, ids, mask)
-    alone, own = cached(text, ids[1:, 7:])
-    for layer in both.managed_layers:
-        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (both, alone))
+    batched, logits = cached(text, ids, mask)
+    alone, single_logits = cached(text, ids[1:, 7:])
+    for layer in batched.managed_layers:
+        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (batched, alone))
         for name in ("values", BIAS):
             torch.testing.assert_close(columns[name][1:], single[name], rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(logits[1:], own, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits[1:], single_logits, rtol=1e-3, atol=1e-3)
     chunked = keepset.Cache(tiny("llama"), text, prompt_length=40)
     with torch.no_grad():
         for part in (ids[:1, :13], ids[:1, 13:29], ids[:1, 29:]):
             tiny("llama")(part, past_key_values=chunked, use_cache=True)
-    for layer in both.managed_layers:
-        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (both, chunked))
+    for layer in batched.managed_layers:
+        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (batched, chunked))
         torch.testing.assert_close(columns["values"][:1, :, :12], single["values"], rtol=1e-3, atol=1e-4)
 
 
@@ -120,20 +120,20 @@ def test_padding_and_chunks_change_nothing() -> None:
 @torch.no_grad()
 def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
     """Nor is a query recorded for them."""
-    model, held = tiny("llama"), []
+    model, fitted_entries = tiny("llama"), []
     cache = keepset.Cache(model, f"match({inner}, keep=16, every=8)")
     for start, tokens in ((0, 40), (40, 8), (48, 8)):
         model(prompt(1, 56)[:, start : start + tokens], past_key_values=cache, use_cache=True)
         columns, exists = cache.managed_layers[0].store.padded()
-        held.append({
+        fitted_entries.append({
             (head, int(columns["positions"][0, head, i])): (columns["values"][0, head, i].tolist(), bias)
             for head, i in exists[0].nonzero().tolist()
             if (bias := float(columns[BIAS][0, head, i])) or columns["positions"][0, head, i] < 40
         })  # fmt: skip
-    first, *later = held
+    first, *later = fitted_entries
     assert len(cache.events) == 3 and any(bias for _, bias in first.values())
-    for each in later:
-        assert each and all(first[place] == fitted for place, fitted in each.items())
+    for entries in later:
+        assert entries and all(first[key] == fitted for key, fitted in entries.items())
     needs = cache.recipe.method.traits.needs
     assert needs.newest == 0 < Match(cache.recipe.method.scorer, window=8).traits.needs.newest
 
@@ -155,6 +155,6 @@ def test_events_while_decoding_fit_again(inner: str) -> None:
 def test_every_method_can_be_matched() -> None:
     for name in (name for name, kind in keepset.METHODS.items() if kind.stage == 0):
         method = Match(keepset.Recipe.parse(recipe(name, 12)).method)
-        own, inner = method.traits, method.scorer.traits
-        assert (own.layout, own.across_layers) == (inner.layout, inner.across_layers)
-        assert own.needs | inner.needs == own.needs
+        outer, inner = method.traits, method.scorer.traits
+        assert (outer.layout, outer.across_layers) == (inner.layout, inner.across_layers)
+        assert outer.needs | inner.needs == outer.needs

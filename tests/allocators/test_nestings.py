@@ -83,18 +83,18 @@ def check_a_fraction(
     nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int, extra: bool = False
 ) -> None:
     method, budget = made(nesting), Budget(percent / 100, sinks, recent, recent_extra=extra)
-    held = Held.of_prompt(prompt)
-    kept = held.compressed(method, budget, prompt, prompt, seed)
+    state = Held.of_prompt(prompt)
+    kept = state.compressed(method, budget, prompt, prompt, seed)
     heads, least = HEADS * len(LAYERS), min(max(1, sinks + recent), prompt)
-    more = min(recent, prompt) if extra else 0
-    each = min(max(least, prompt * percent // 100 + more), prompt)
-    together = min(max(least * heads, prompt * percent * heads // 100 + more * heads), prompt * heads)
+    added = min(recent, prompt) if extra else 0
+    per_head = min(max(least, prompt * percent // 100 + added), prompt)
+    together = min(max(least * heads, prompt * percent * heads // 100 + added * heads), prompt * heads)
     # A fraction may be taken of all layers together, and not of each head.
-    total = together if method.traits.across_layers or not method.traits.fixed_total else each * heads
+    total = together if method.traits.across_layers or not method.traits.fixed_total else per_head * heads
     if WHOLE_ENTRIES & {*nesting}:
         total -= total % HEADS
-    check_counts(method, kept, total, each, exact=nesting[-1] not in CAPS)
-    check_forecast(method, budget, held, prompt, prompt, kept)
+    check_counts(method, kept, total, per_head, exact=nesting[-1] not in CAPS)
+    check_forecast(method, budget, state, prompt, prompt, kept)
 
 
 def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, seed: int) -> None:
@@ -102,7 +102,7 @@ def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, see
     method, cap = made(nesting), nesting[-1] in CAPS
     recipe = Recipe(method, budget, Schedule(every=every))
     schedules = [EvictionSchedule(recipe, layer, LAYERS, HEADS, 4, 1) for layer in LAYERS]
-    held, length = Held.of_prompt(prompt), prompt
+    state, length = Held.of_prompt(prompt), prompt
     events = 1 if any(feature.prompt_only for feature in method.traits.needs) else 3
     for event in range(events):
         if event or not budget.protect_prompt:
@@ -111,36 +111,36 @@ def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, see
             aim += min(budget.recent, length) if budget.recent_extra else 0
             if budget.protect_prompt:
                 aim = max(aim, min(prompt + budget.recent, length))
-            kept = held.compressed(method, budget, length, prompt, seed + 100 * event)
-            total = sum(min(aim * HEADS, sum(layer)) for layer in held.counts)
+            kept = state.compressed(method, budget, length, prompt, seed + 100 * event)
+            total = sum(min(aim * HEADS, sum(layer)) for layer in state.counts)
             if method.traits.across_layers:
-                total = min(aim * HEADS * len(LAYERS), sum(map(sum, held.counts)))
+                total = min(aim * HEADS * len(LAYERS), sum(map(sum, state.counts)))
             # Layers that aim at different numbers keep what they have where that is less.
             exact = not cap and (method.traits.equal_layers or method.traits.across_layers or not event)
             check_counts(method, kept, total if exact else aim * HEADS * len(LAYERS), aim, exact)
-            check_forecast(method, budget, held, length, prompt, kept)
+            check_forecast(method, budget, state, length, prompt, kept)
             for schedule, layer in zip(schedules, kept.counts, strict=True):
                 if schedule.fixed:
                     assert length - schedule.dropped(prompt, length) == -(-sum(layer) // HEADS)
-            held = kept
-        held, length = held.grown(length, every), length + every
+            state = kept
+        state, length = state.grown(length, every), length + every
 
 
-def check_counts(method: Method, kept: Held, total: int, each: int, exact: bool) -> None:
+def check_counts(method: Method, kept: Held, total: int, per_head: int, exact: bool) -> None:
     """Never more than the budget's entries in all, and just so many where nothing but the budget says how many."""
     found = sum(map(sum, kept.counts))
     assert found == total if exact else found <= total, (kept.counts, total)
     if method.traits.equal_layers and not method.traits.across_layers:
-        assert all(sum(layer) <= each * HEADS for layer in kept.counts), (kept.counts, each)
+        assert all(sum(layer) <= per_head * HEADS for layer in kept.counts), (kept.counts, per_head)
     if method.traits.equal_heads:
         assert all(len(set(layer)) == 1 for layer in kept.counts), kept.counts
 
 
-def check_forecast(method: Method, budget: Budget, held: Held, length: int, prompt: int, kept: Held) -> None:
+def check_forecast(method: Method, budget: Budget, state: Held, length: int, prompt: int, kept: Held) -> None:
     """Check that the forecast of an event is what it keeps."""
     if not method.traits.count_known_on_host:
         return
-    for layer, before, after in zip(LAYERS, held.counts, kept.counts, strict=True):
+    for layer, before, after in zip(LAYERS, state.counts, kept.counts, strict=True):
         average = [sum(before) // HEADS] * HEADS if method.traits.fixed_total else before
         quotas = forecast_quotas(method, budget, [average], [length], [prompt], (layer,), LAYERS, FILES)
         assert int(quotas.sum()) == sum(after), (before, after, quotas)

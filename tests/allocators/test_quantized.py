@@ -61,9 +61,9 @@ def test_another_budget_says_it_anew() -> None:
     assert low.method.bits == 4
     assert low.with_budget(bytes=high).method.bits == low.with_budget(keep=12).method.bits == 8
     assert str(low.with_budget()) == "quantized(knorm)" and low.with_budget(bytes=high).with_budget(bytes=0.01) == low
-    told = keepset.Recipe.parse("quantized(knorm, bits=8)").with_budget(bytes=0.01)
-    assert told.method.bits == 8 and str(told.with_budget()) == "quantized(knorm, bits=8)"
-    assert low.budget_of_sizes([(64, 64)]).keep > 1.7 * told.budget_of_sizes([(64, 64)]).keep
+    eight_bits = keepset.Recipe.parse("quantized(knorm, bits=8)").with_budget(bytes=0.01)
+    assert eight_bits.method.bits == 8 and str(eight_bits.with_budget()) == "quantized(knorm, bits=8)"
+    assert low.budget_of_sizes([(64, 64)]).keep > 1.7 * eight_bits.budget_of_sizes([(64, 64)]).keep
 
 
 def test_an_odd_size_of_heads_is_refused_in_4_bits() -> None:
@@ -79,23 +79,23 @@ def test_the_same_entries_in_fewer_bytes(text: str, bits: int) -> None:
     ids, mask = left_padded(prompt(2, 40), [0, 7])
     cache = keepset.Cache(tiny("llama"), in_bits(text.format("snapkv"), bits))
     whole = keepset.Cache(tiny("llama"), inside(text.format("snapkv")))
-    for each in (cache, whole):
+    for past in (cache, whole):
         with torch.no_grad():
-            tiny("llama")(ids, attention_mask=mask, past_key_values=each)
+            tiny("llama")(ids, attention_mask=mask, past_key_values=past)
     assert cache.keep_set is not None and whole.keep_set is not None
     assert same_keep_set(cache.keep_set, whole.keep_set) and cache.nbytes_full == whole.nbytes_full
     assert cache.keep_set.nbytes == cache.keep_set.entries * (4 * bits + 8)
     assert cache.nbytes == cache.keep_set.entries * (4 * bits + 12 + 4 * ("match" in text))
     for layer in cache.managed_layers:
-        columns, own = (each.managed_layers[layer].store.padded()[0] for each in (cache, whole))
+        columns, unquantised = (past.managed_layers[layer].store.padded()[0] for past in (cache, whole))
         for name in ("keys", "values"):
-            error = (columns[name] - own[name]).abs()
+            error = (columns[name] - unquantised[name]).abs()
             if bits == 8:
-                mixed = (own[name].double() @ matrix(16).T).flatten(0, 2)
-                right = (torch.stack([in_steps(row) for row in mixed]) @ matrix(16)).view(own[name].shape)
+                mixed = (unquantised[name].double() @ matrix(16).T).flatten(0, 2)
+                right = (torch.stack([in_steps(row) for row in mixed]) @ matrix(16)).view(unquantised[name].shape)
                 torch.testing.assert_close(columns[name].double(), right, rtol=1e-5, atol=1e-6)
             elif name == "keys" or "match" not in text:  # which fits other values to keys of 4 bits
-                assert (error.norm(dim=-1) <= 0.2 * own[name].norm(dim=-1)).all()
+                assert (error.norm(dim=-1) <= 0.2 * unquantised[name].norm(dim=-1)).all()
             assert columns[name].dtype == torch.float32
 
 
@@ -141,13 +141,13 @@ def test_the_oracle_agrees_on_fed_tokens_with_padding(bits: int) -> None:
 @pytest.mark.parametrize("inner", [pytest.param("snapkv(window=4)", marks=pytest.mark.full), "adakv(tova)"])
 def test_entries_do_not_drift_from_event_to_event(inner: str, bits: int) -> None:
     """Each event reads entries, chooses among them and moves them as they are stored; 4 bits lose a residual."""
-    ids, held = prompt(1, 40), []
+    ids, stores = prompt(1, 40), []
     cache = keepset.Cache(tiny("llama"), f"quantized({inner}, bits={bits}, keep=16, every=8)")
     output = generate(tiny("llama"), ids, cache, max_new_tokens=7)
     for _ in range(3):
         store = cache.managed_layers[1].store
         assert store is not None
-        held.append(store.fork().padded())
+        stores.append(store.fork().padded())
         newest = output.sequences[:, -1:]
         sequences = torch.cat([output.sequences, newest.expand(-1, 1)], 1)
         output = generate(tiny("llama"), sequences, cache, max_new_tokens=8)
@@ -156,7 +156,7 @@ def test_entries_do_not_drift_from_event_to_event(inner: str, bits: int) -> None
     assert [event.nbytes_before // event.entries for event in cache.events] == [128] + [4 * bits + 8] * (
         len(cache.events) - 1
     )
-    (first, first_exists), (last, last_exists) = held[0], held[-1]
+    (first, first_exists), (last, last_exists) = stores[0], stores[-1]
     shared = 0
     for head in range(2):
         of_last = {int(at): i for i, at in enumerate(last["positions"][0, head]) if last_exists[0, head, i]}
@@ -201,3 +201,12 @@ def test_a_bfloat16_model(bits: int) -> None:
     assert store is not None and store.heads.format is FORMATS[bits] and store.heads.dtype == torch.bfloat16
     assert cache.keep_set is not None and cache.keep_set.nbytes == cache.keep_set.entries * (4 * bits + 4)
     assert oracle_gap(model, cache, output, mask) < 0.3
+
+
+@torch.no_grad()
+def test_an_event_that_one_call_reaches_after_the_prompts_finds_entries_in_few_bits() -> None:
+    """The first layer comes to the later event before the last one has come to the prompt's."""
+    cache = keepset.Cache(tiny("llama"), "quantized(snapkv(window=2), bits=8, keep=4, every=3)", prompt_length=2)
+    for part in prompt(1, 6).split([1, 5], 1):
+        tiny("llama")(part, past_key_values=cache, use_cache=True)
+    assert [(event.length, event.nbytes_before // event.entries) for event in cache.events] == [(2, 128), (5, 40)]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation, Recipe
+from tests.observations import changed
 from tests.tiers import examples
 
 
@@ -59,9 +60,9 @@ def test_counts(budget: Budget, counts: dict[int, int]) -> None:
     length=st.integers(1, 300) | st.integers(1, 200_000),
     part=st.integers(1, 1000),
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 256)),
-    place=st.integers(0, 5),
+    case=st.integers(0, 5),
 )
-def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes: tuple[int, int], place: int) -> None:
+def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes: tuple[int, int], case: int) -> None:
     numbers = sum(sizes)
     few = sum(math.ceil(size / 2) for size in sizes) if part < 75 else numbers  # 4 bits below bytes=0.075
     text, entry = [
@@ -71,7 +72,7 @@ def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes:
         ("match(knorm)", 2 * numbers + 4 + 4),
         ("quantized(match(knorm))", few + 4 + 4 + 4),
         ("match(knorm, biases=False)", 2 * numbers + 4),
-    ][place]
+    ][case]
     budget = Recipe.parse(text).with_budget(bytes=part / 1000).budget_of_sizes([sizes])
     (quotas,) = budget.quotas(observation(length).sizes).tolist()
     assert quotas == [min(max(1, math.floor(length * Fraction(part, 1000) * 2 * numbers / entry)), length)] * 2
@@ -131,29 +132,29 @@ def test_what_always_stays_and_counts(
     """
     texts = [[name for name, count in parts for _ in range(count)] or ["text"] for parts in requests]
     prompts = [data.draw(st.integers(1, len(text))) for text in texts] * layers
-    seen = replace(observation(*[len(text) for text in texts] * layers), prompts=torch.tensor(prompts))
+    shown = changed(observation(*[len(text) for text in texts] * layers), prompts=torch.tensor(prompts))
     images = [tuple((at, at + 1) for at, name in enumerate(text) if name == "image") for text in texts]
-    sizes, (sinks, recent) = replace(seen.sizes, layer_ids=tuple(range(layers))), always
+    sizes, (sinks, recent) = replace(shown.sizes, layer_ids=tuple(range(layers))), always
     kinds = [protects] if protects in ("image", "text") else []
     options = dict(protect_prompt=protects == "prompt", short=short if protects == "short" else 0, recent_extra=extra)
-    asked = Budget(keep, sinks, recent, protect=[*kinds, *ranges], **options)
-    budget = asked.located(images)
+    recipe_budget = Budget(keep, sinks, recent, protect=[*kinds, *ranges], **options)
+    budget = recipe_budget.located(images)
     if kinds:
         with pytest.raises(KeepsetError, match="says nothing of positions yet"):
-            asked.always(sizes)
-    assert asked.protects == bool(protects or ranges)
+            recipe_budget.always(sizes)
+    assert recipe_budget.protects == bool(protects or ranges)
     for row, (text, prompt) in enumerate(zip(texts * layers, prompts, strict=True)):
         length, whole = len(text), protects == "prompt" or (protects == "short" and prompt < short)
         first = set(range(min(max(sinks, prompt if whole else 0), length)))
         first |= {at for at in range(length) if text[at] == protects or any(a <= at < b for a, b in ranges)}
         newest = set(range(max(length - recent, 0), length))
-        assert marked(budget.is_protected(seen), row, length) == sorted(first)
-        assert marked(budget.is_recent(seen), row, length) == sorted(newest)
+        assert marked(budget.is_protected(shown), row, length) == sorted(first)
+        assert marked(budget.is_recent(shown), row, length) == sorted(newest)
         if sinks + recent <= length:  # of a short text they may be the same tokens, and count twice
             before = keep if isinstance(keep, int) else length * round(100 * keep) // 100
-            wanted = max(1, before + recent * extra, len(first | newest))
+            count = max(1, before + recent * extra, len(first | newest))
             assert min(int(budget.always(sizes)[row]), length) == len(first | newest)
-            assert budget.quotas(sizes)[row].tolist() == [min(wanted, length)] * 2
+            assert budget.quotas(sizes)[row].tolist() == [min(count, length)] * 2
 
 
 def test_images_that_nobody_knows_of() -> None:
@@ -163,8 +164,8 @@ def test_images_that_nobody_knows_of() -> None:
     assert plain.located(None) is plain and Budget(9, protect="text").kinds == ("text",)
     assert Budget(9, protect=[[2, 5], "text", "image"]) == Budget(9, protect=("image", "text", (2, 5)))
     assert Budget(9, protect="image").located([((2, 4),)] * 2) == Budget(9, protect=((2, 4),))
-    each = Budget(9, protect="image").located([((2, 4),), ()])
-    assert each != Budget(9, protect="image").located([(), ((2, 4),)]) and replace(each, keep=3).protects
+    located = Budget(9, protect="image").located([((2, 4),), ()])
+    assert located != Budget(9, protect="image").located([(), ((2, 4),)]) and replace(located, keep=3).protects
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_images_that_nobody_knows_of() -> None:
     ],
 )
 def test_refuses_in_one_sentence(says: str, options: list[dict[str, object]]) -> None:
-    for each in options:
+    for arguments in options:
         with pytest.raises(KeepsetError) as refusal:
-            Budget(**each)
+            Budget(**arguments)
         assert says in str(refusal.value) and str(refusal.value).endswith(".") and "\n" not in str(refusal.value)

@@ -97,22 +97,22 @@ def check_read(read: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> No
 # --- any file
 
 
-@pytest.mark.parametrize("what", ["pipe", "folder", "device", "link to a pipe", "loop"])
-def test_nothing_but_a_file_is_replaced(what: str, tmp_path: Path) -> None:
-    place, pipe = tmp_path / "place", tmp_path / "pipe"
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to a pipe", "loop"])
+def test_nothing_but_a_file_is_replaced(kind: str, tmp_path: Path) -> None:
+    path, pipe = tmp_path / "place", tmp_path / "pipe"
     make: dict[str, Callable[[], object]] = {
-        "pipe": lambda: os.mkfifo(place),
-        "folder": place.mkdir,
-        "device": lambda: place.symlink_to("/dev/null"),
-        "loop": lambda: place.symlink_to(place),
-        "link to a pipe": lambda: (os.mkfifo(pipe), place.symlink_to(pipe)),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "device": lambda: path.symlink_to("/dev/null"),
+        "loop": lambda: path.symlink_to(path),
+        "link to a pipe": lambda: (os.mkfifo(pipe), path.symlink_to(pipe)),
     }
-    make[what]()
-    before = os.lstat(place)
-    for write in (lambda: page.write(place, "page"), lambda: FILE.write(place, {"a": torch.ones(2)}, {"format": 1})):
+    make[kind]()
+    before = os.lstat(path)
+    for write in (lambda: page.write(path, "page"), lambda: FILE.write(path, {"a": torch.ones(2)}, {"format": 1})):
         with pytest.raises(KeepsetError, match="cannot be written"):
             write()
-    assert os.lstat(place).st_ino == before.st_ino and len(list(tmp_path.iterdir())) <= 2
+    assert os.lstat(path).st_ino == before.st_ino and len(list(tmp_path.iterdir())) <= 2
 
 
 @pytest.mark.parametrize("name", ["n" * 5000, "a\0b", "n" * 300])
@@ -125,21 +125,21 @@ def test_a_name_that_no_file_can_have(name: str, tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the next write of its name; what another process is writing, and other names, stay."""
-    place, longest, tensors = tmp_path / "place", tmp_path / ("n" * 255), {"a": torch.ones(2)}
-    for written in (place, place, longest):
+    path, longest, tensors = tmp_path / "place", tmp_path / ("n" * 255), {"a": torch.ones(2)}
+    for written in (path, path, longest):
         with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
             killed.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
             killed.setattr(Path, "unlink", Mock())  # which a process that is gone never comes to
             FILE.write(written, tensors, {"format": 1})
     left = sorted(tmp_path.iterdir())
-    assert len(left) == 3 and all(each.name.endswith(".unfinished") for each in left)
-    FILE.write(place, tensors, {"format": 1})
-    assert {*tmp_path.iterdir()} == {place, *left}
-    for each in left[1:]:
-        os.utime(each, (0, time.time() - 25 * 3600))
-    FILE.write(place, tensors, {"format": 1})
+    assert len(left) == 3 and all(file.name.endswith(".unfinished") for file in left)
+    FILE.write(path, tensors, {"format": 1})
+    assert {*tmp_path.iterdir()} == {path, *left}
+    for file in left[1:]:
+        os.utime(file, (0, time.time() - 25 * 3600))
+    FILE.write(path, tensors, {"format": 1})
     FILE.write(longest, tensors, {"format": 1})
-    assert {*tmp_path.iterdir()} == {place, longest, left[0]}
+    assert {*tmp_path.iterdir()} == {path, longest, left[0]}
 
 
 def test_tensors_are_what_safetensors_reads(tmp_path: Path) -> None:
@@ -232,13 +232,17 @@ def test_damaged_provenance(kind: Kind, said: str, tmp_path: Path) -> None:
     assert kind.damaged in refusal(kind, path)
 
 
-def gates(*other: float, **options: Any) -> dict[str, Tensor]:
-    return {"layers.1.retrieval": torch.zeros(2), "layers.4.retrieval": torch.tensor(other, **options)}
+def gates(*numbers: float, **options: Any) -> dict[str, Tensor]:
+    return {"layers.1.retrieval": torch.zeros(2), "layers.4.retrieval": torch.tensor(numbers, **options)}
 
 
 def networks(**damage: Tensor) -> dict[str, Tensor]:
-    made = random_statistics(Shape((5,), 2, 3, 6, 4), (1, 4)).predictors
-    parts = {f"layers.{index}.{name}": part for index, each in made.items() for name, part in each._asdict().items()}
+    predictors = random_statistics(Shape((5,), 2, 3, 6, 4), (1, 4)).predictors
+    parts = {
+        f"layers.{index}.{name}": part
+        for index, predictor in predictors.items()
+        for name, part in predictor._asdict().items()
+    }
     return parts | {f"layers.4.{name}": part for name, part in damage.items()}
 
 
@@ -287,32 +291,36 @@ def test_damaged_tensors(kind: Kind, damage: dict[str, Tensor | None], tmp_path:
 
 
 def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
-    made = random_statistics(Shape((5,), 2, 3, 6, 4), (1, 4))
-    for retrieval, predictors in (({}, {}), (made.retrieval, {}), (made.retrieval, made.predictors)):
-        whole = Statistics(made.layers, MODEL, retrieval=retrieval, predictors=predictors)
+    whole_statistics = random_statistics(Shape((5,), 2, 3, 6, 4), (1, 4))
+    for retrieval, predictors in (
+        ({}, {}),
+        (whole_statistics.retrieval, {}),
+        (whole_statistics.retrieval, whole_statistics.predictors),
+    ):
+        whole = Statistics(whole_statistics.layers, MODEL, retrieval=retrieval, predictors=predictors)
         statistics.save(whole, tmp_path / "file")
         read = statistics.load(str(tmp_path / "file"))
         assert list(read.layers) == [1, 4] and read.provenance == {"format": 5, **MODEL}
         said = {name: json.loads(text) for name, text in contents(tmp_path / "file")[1].items()}
         assert said == {"keepset_statistics": {"format": 5, **MODEL}}
         for index, layer in read.layers.items():
-            check_read(vars(layer), vars(made.layers[index]))
+            check_read(vars(layer), vars(whole_statistics.layers[index]))
         check_read(read.retrieval, retrieval)
         assert read.predictors.keys() == predictors.keys()
         for index, predictor in predictors.items():
             check_read(read.predictors[index]._asdict(), predictor._asdict())
-    assert torch.equal(read.gates(), torch.stack([made.retrieval[index] for index in (1, 4)]))
+    assert torch.equal(read.gates(), torch.stack([whole_statistics.retrieval[index] for index in (1, 4)]))
 
 
 def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = written(TABLES, tmp_path)
-    read, made = tables.load(str(path)), random_tables()
-    check_read(*({name: getattr(each, name) for name in TENSORS} for each in (read, made)))
-    known = {**PROVENANCE, "format": 1, "layers": 3, "query_heads": 4}
-    assert read.provenance == known and read.name == str(path)
+    read, original = tables.load(str(path)), random_tables()
+    check_read(*({name: getattr(table, name) for name in TENSORS} for table in (read, original)))
+    provenance = {**PROVENANCE, "format": 1, "layers": 3, "query_heads": 4}
+    assert read.provenance == provenance and read.name == str(path)
     # More than is known does no harm.
-    more = {"keepset_tables": json.dumps({**known, "alpha": 0.5})}
-    safetensors.torch.save_file({**contents(path)[0], "rewards": torch.zeros(2)}, path, more)
+    metadata = {"keepset_tables": json.dumps({**provenance, "alpha": 0.5})}
+    safetensors.torch.save_file({**contents(path)[0], "rewards": torch.zeros(2)}, path, metadata)
     assert tables.load(str(path)).provenance["alpha"] == 0.5
 
 

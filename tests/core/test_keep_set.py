@@ -31,8 +31,8 @@ class Cached:
     def keep_set(self, chosen: Sets) -> KeepSet:
         parts = []
         for layer, entries, sets in zip(self.layers, self.entries, chosen, strict=True):
-            heads = [zip(*each, strict=True) for each in zip(entries, sets, strict=True)]
-            mask = [[[entry in chosen for entry in cached] for cached, chosen in each] for each in heads]
+            heads = [zip(*request, strict=True) for request in zip(entries, sets, strict=True)]
+            mask = [[[entry in chosen for entry in cached] for cached, chosen in request] for request in heads]
             positions = torch.tensor(entries)
             mask = torch.tensor(mask, dtype=torch.bool).view(positions.shape)
             parts.append(LayerKeepSet.from_mask(layer, mask, positions, entry_bytes=24))
@@ -41,16 +41,16 @@ class Cached:
 
 @st.composite
 def caches(draw: st.DrawFn) -> Cached:
-    layers, requests, heads, held = (draw(st.integers(1, most)) for most in (3, 3, 3, 7))
+    layers, requests, heads, count = (draw(st.integers(1, most)) for most in (3, 3, 3, 7))
     chance = random.Random(draw(st.integers(0, 10**6)))
     share = draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
 
-    def each(make: Callable[[int, int, int], list[int]]) -> Sets:
+    def for_heads(make: Callable[[int, int, int], list[int]]) -> Sets:
         return [[[make(i, b, h) for h in range(heads)] for b in range(requests)] for i in range(layers)]
 
-    entries = each(lambda *at: sorted(chance.sample(range(12), held)))
-    first = each(lambda i, b, h: [entry for entry in entries[i][b][h] if chance.random() < share])
-    second = each(lambda i, b, h: [entry for entry in entries[i][b][h] if chance.random() < 0.5])
+    entries = for_heads(lambda *at: sorted(chance.sample(range(12), count)))
+    first = for_heads(lambda i, b, h: [entry for entry in entries[i][b][h] if chance.random() < share])
+    second = for_heads(lambda i, b, h: [entry for entry in entries[i][b][h] if chance.random() < 0.5])
     return Cached(entries, first, second, sorted(chance.sample(range(30), layers)))
 
 

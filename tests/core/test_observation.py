@@ -77,8 +77,8 @@ def test_attention_of_the_window_is_causal_attention(
 
 
 def test_attention_of_the_window_after_entries_were_dropped() -> None:
-    for own in other_softmax(6):
-        check_window(observe(Shape((5,), 2, 3, 4, 4), positions=DROPPED, window=4, softmax=own), 4, EXACT, EXACT)
+    for softmax in other_softmax(6):
+        check_window(observe(Shape((5,), 2, 3, 4, 4), positions=DROPPED, window=4, softmax=softmax), 4, EXACT, EXACT)
 
 
 def test_queries_that_see_nothing_use_nothing() -> None:
@@ -117,12 +117,18 @@ def test_of_several_layers_each_row_has_its_own() -> None:
 
 
 def test_needs_of_two_methods_serve_both() -> None:
-    one, two = Needs(RecentQueries(3), SUM, QueryMoments(4)), Needs(RecentQueries(8), MAX, HiddenMoments(2))
-    both = one | two
-    assert both == Needs(HiddenMoments(2), QueryMoments(4), MAX, SUM, RecentQueries(8)) != one
-    assert both.unrotated and one.unrotated and two.unrotated and not Needs(RecentQueries(3), SUM).unrotated
-    assert both.hidden_states and two.hidden_states and not one.hidden_states
-    assert both.names() == ["window of 8 queries", "column sum", "query moments", "column max", "hidden-state moments"]
+    first, second = Needs(RecentQueries(3), SUM, QueryMoments(4)), Needs(RecentQueries(8), MAX, HiddenMoments(2))
+    joined = first | second
+    assert joined == Needs(HiddenMoments(2), QueryMoments(4), MAX, SUM, RecentQueries(8)) != first
+    assert joined.unrotated and first.unrotated and second.unrotated and not Needs(RecentQueries(3), SUM).unrotated
+    assert joined.hidden_states and second.hidden_states and not first.hidden_states
+    assert joined.names() == [
+        "window of 8 queries",
+        "column sum",
+        "query moments",
+        "column max",
+        "hidden-state moments",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,13 @@ class _AsTheyAre(QuerySource):
 
 
 def _positions_asked(
-    features: list[ReferenceQueries], asked: tuple[int, int], lengths: list[int], chunks: list[int]
+    features: list[ReferenceQueries], numbers: tuple[int, int], lengths: list[int], chunks: list[int]
 ) -> list[list[int]]:
     """Return the positions of each request's reference queries, whose numbers are their positions; left padding."""
     collected, longest, first = ReferenceQueries.accumulator(list(Needs(*features))), max(lengths), 0
     for size in chunks:
-        place = torch.arange(first, first + size)
-        positions = torch.stack([place - (longest - length) for length in lengths])
+        token_indices = torch.arange(first, first + size)
+        positions = torch.stack([token_indices - (longest - length) for length in lengths])
         queries = positions.float()[:, None, :, None].expand(-1, 2, -1, 4)
         valid = None if len(set(lengths)) == 1 else positions >= 0
         start = first if valid is None else None
@@ -43,7 +43,7 @@ def _positions_asked(
         collected.add(Chunk(queries, list, positions, valid, Softmax(1.0), source=source, start=start))
         first += size
     (value,) = collected.values(torch.tensor(lengths), 0).values()
-    return [rows[0, :, 0].int().tolist() for rows in value.at_most(*asked).rows]
+    return [rows[0, :, 0].int().tolist() for rows in value.at_most(*numbers).rows]
 
 
 def _wanted(length: int, spread: int, newest: int) -> list[int]:
@@ -65,8 +65,8 @@ def test_some_at_equal_distances_and_the_newest(lengths: list[int], spread: int,
     ]
 
 
-@pytest.mark.parametrize("asked", [(4, 9), (16, 2), (3, 0)])
-def test_whoever_asks_for_fewer_gets_them(asked: tuple[int, int]) -> None:
-    features = [ReferenceQueries(*asked), ReferenceQueries(16, 1), ReferenceQueries(2, 9)]
-    found = _positions_asked(features, asked, [50, 6], [20, 30])
-    assert found == [_wanted(length, *asked) for length in (50, 6)]
+@pytest.mark.parametrize("numbers", [(4, 9), (16, 2), (3, 0)])
+def test_whoever_asks_for_fewer_gets_them(numbers: tuple[int, int]) -> None:
+    features = [ReferenceQueries(*numbers), ReferenceQueries(16, 1), ReferenceQueries(2, 9)]
+    found = _positions_asked(features, numbers, [50, 6], [20, 30])
+    assert found == [_wanted(length, *numbers) for length in (50, 6)]

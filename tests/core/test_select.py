@@ -1,7 +1,6 @@
 """Selection is a total order: masks, roundings and ranks against sorts."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from keepset import Budget, Observation
 from keepset.core.select import _best_by_order, _best_by_value, ranked_scores, round_to_total, top_mask
+from tests.observations import changed
 from tests.tiers import examples
 
 NAN, INF = math.nan, math.inf
@@ -86,8 +86,8 @@ def test_order(scores: list[float], budget: Budget, parts: dict[str, Any], order
 
 
 def test_a_protected_prompt_is_above_the_suffix_the_first_token_first() -> None:
-    seen = replace(observation(9), prompts=torch.tensor([5]))
-    ranked = ranked_scores(torch.arange(9.0).expand(1, 1, 9), seen, Budget(7, 1, 2, protect_prompt=True))[0, 0]
+    shown = changed(observation(9), prompts=torch.tensor([5]))
+    ranked = ranked_scores(torch.arange(9.0).expand(1, 1, 9), shown, Budget(7, 1, 2, protect_prompt=True))[0, 0]
     assert ranked.argsort(descending=True).tolist()[:5] == [0, 1, 2, 3, 4]
     assert ranked[4] > ranked[7] == ranked[8] > ranked[6] > ranked[5]
 

@@ -32,9 +32,9 @@ def test_heads_have_the_scores_that_they_have_in_the_whole_model(method: str, ra
     summed = torch.zeros_like(right)
     for rank in range(ranks):
         heads = slice(rank * 4 // ranks, rank * 4 // ranks + size)
-        own = whole.of_heads(HeadShare(rank, ranks, 4))
-        seen = observe(keys[:, heads], values[:, heads], scorer.traits.needs, own)
-        summed[:, heads] += scorer.score(seen) / max(1, ranks // 4)
+        share = whole.of_heads(HeadShare(rank, ranks, 4))
+        shown = observe(keys[:, heads], values[:, heads], scorer.traits.needs, share)
+        summed[:, heads] += scorer.score(shown) / max(1, ranks // 4)
     if ranks <= 4 or method in ("distilled", "qfilter"):  # which know of KV heads alone
         torch.testing.assert_close(summed, right, rtol=1e-5, atol=1e-6)
 

@@ -29,29 +29,29 @@ def random_tables(layers: int = 3, heads: int = 4, budgets: tuple[int, ...] = (8
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found", "places"),
+    ("length", "found", "sources"),
     [(1, 4, [0]), (4, 1, [0, 0, 0, 0]), (2, 5, [0, 4]), (3, 4, [0, 2, 3]), (5, 3, [0, 1, 1, 2, 2]), (7, 3, None)],
 )
 def test_other_models_take_what_stands_at_their_relative_place(
-    wanted: int, found: int, places: list[int] | None
+    length: int, found: int, sources: list[int] | None
 ) -> None:
     """Ends meet ends, order stays, and of two equally near places it is the later."""
-    if places is None:
-        near = [[(abs(i / (wanted - 1) - j / (found - 1)), -j) for j in range(found)] for i in range(wanted)]
-        places = [-min(row)[1] for row in near]
-    tables = dataclasses.replace(random_tables(layers=found, heads=found), name=f"{wanted} of {found}")
-    fitted = tables.fitted(wanted, wanted)
-    fitted.check(wanted, wanted)
-    for layer, of_layer in enumerate(places):
+    if sources is None:
+        near = [[(abs(i / (length - 1) - j / (found - 1)), -j) for j in range(found)] for i in range(length)]
+        sources = [-min(row)[1] for row in near]
+    tables = dataclasses.replace(random_tables(layers=found, heads=found), name=f"{length} of {found}")
+    fitted = tables.fitted(length, length)
+    fitted.check(length, length)
+    for layer, of_layer in enumerate(sources):
         assert torch.equal(fitted.gate[:, layer], tables.gate[:, of_layer])
-        for head, of_head in enumerate(places):
+        for head, of_head in enumerate(sources):
             assert torch.equal(fitted.weights[:, layer, head], tables.weights[:, of_layer, of_head])
 
 
 def test_nearest_budget_and_bins() -> None:
     tables = random_tables(budgets=(8, 64, 512))
-    asked = torch.tensor([1, 8, 35, 36, 37, 288, 289, 9999])
-    assert tables.nearest(asked).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    budget = torch.tensor([1, 8, 35, 36, 37, 288, 289, 9999])
+    assert tables.nearest(budget).tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
     entropies = torch.tensor([-1.0, 0.0, 0.5, 2.0, 3.4, 3.5, 9.0, torch.inf, torch.nan])
     perplexities = torch.tensor([1.0, 1.99, 2.0, 4.9, 5.0, 19.0, 20.0, torch.inf, torch.nan])
     of_entropy, of_perplexity = tables.bins(entropies, perplexities)
@@ -81,8 +81,8 @@ def test_rotation_at_one_place_and_the_mean_of_many(size: int) -> None:
                     expected[request, ..., number] += row / 3
                     continue
                 angle = torch.tensor(at * 100.0 ** -((number % half) / half), dtype=torch.float64)
-                other, sign = (number + half, -1) if number < half else (number - half, 1)
-                turned = row * angle.cos() + sign * rows[request, ..., other].double() * angle.sin()
+                partner, sign = (number + half, -1) if number < half else (number - half, 1)
+                turned = row * angle.cos() + sign * rows[request, ..., partner].double() * angle.sin()
                 expected[request, ..., number] += gain * turned / 3
     rotated = RowStatistics(lambda name: getattr(layer, name)[None]).rotate(rows, positions)
     torch.testing.assert_close(rotated.double(), expected, rtol=1e-5, atol=1e-5)

@@ -36,7 +36,10 @@ class File:
         header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
         metadata = json.loads(header.pop("__metadata__")[METADATA])
         return cls(
-            {name: (each["dtype"], each["shape"], data[slice(*each["data_offsets"])]) for name, each in header.items()},
+            {
+                name: (location["dtype"], location["shape"], data[slice(*location["data_offsets"])])
+                for name, location in header.items()
+            },
             metadata,
         )
 
@@ -90,8 +93,8 @@ def _bits(content: bytes, draw: random.Random) -> bytes:
     out = bytearray(content)
     for _ in range(draw.choice([1, 1, 3, 20])):
         # The header is short beside the tensors, and says more.
-        place = draw.randrange(len(out)) if draw.random() < 0.5 else draw.randrange(min(len(out), 6000))
-        out[place] ^= 1 << draw.randrange(8)
+        index = draw.randrange(len(out)) if draw.random() < 0.5 else draw.randrange(min(len(out), 6000))
+        out[index] ^= 1 << draw.randrange(8)
     return bytes(out)
 
 
@@ -106,7 +109,7 @@ def _header_text(content: bytes, draw: random.Random) -> bytes:
     head, data = content[8 : 8 + size].decode().strip(), content[8 + size :]
     texts = ["[" * 50_000, "null", "[]", "{}", '{"__metadata__": 7}', '{"__metadata__": {"keepset_context": "{}"}}']
     texts += [head[:-1], head[:-1] + ', "a": {"dtype": "F32"}}', head[:-1] + ', "a": null}', head + head]
-    texts += [head.replace(*each, 1) for each in (('"I64"', '"I128"'), ("data_offsets", "data"), ("[0,", "[-8,"))]
+    texts += [head.replace(*change, 1) for change in (('"I64"', '"I128"'), ("data_offsets", "data"), ("[0,", "[-8,"))]
     texts += [head[:-1] + ', "a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 0]}}']
     texts += [head.replace('"shape"', '"dtype": "BOOL", "shape"', 1), "\ud800".encode(errors="surrogatepass")]
     text = draw.choice(texts)
@@ -144,15 +147,15 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         below = list(value.items())
     elif isinstance(value, list):
         below = list(enumerate(value))
-    return [at, *(place for name, each in below for place in _places(each, (*at, name)))]
+    return [at, *(path for name, part in below for path in _places(part, (*at, name)))]
 
 
 def _metadata(file: File, draw: random.Random) -> File:
     if not isinstance(file.metadata, dict):
         return file
     metadata = json.loads(json.dumps(file.metadata))
-    places = [place for place in _places(metadata) if place and place[0] not in ("digest", "tensors")]
-    *way, last = draw.choice(places or [("progress",)])
+    paths = [path for path in _places(metadata) if path and path[0] not in ("digest", "tensors")]
+    *way, last = draw.choice(paths or [("progress",)])
     inside = metadata
     for name in way:
         inside = inside[name]
@@ -206,15 +209,15 @@ def _shape(file: File, draw: random.Random) -> File:
     """Another shape, with as many bytes as that needs or as there are."""
     name = draw.choice(list(file.tensors))
     dtype, shape, part = file.tensors[name]
-    if not all(type(each) is int for each in shape):
+    if not all(type(axis) is int for axis in shape):
         return file
     product = math.prod(shape)
     options: list[Any] = [[], [product], [1, *shape], [*shape, 1], [0, *shape[1:]], shape[::-1], shape[1:], [1] * 70]
-    options += [[each + 1 for each in shape], [max(each - 1, 0) for each in shape], [-1, *shape[1:]], [0.5], ["x"]]
+    options += [[axis + 1 for axis in shape], [max(axis - 1, 0) for axis in shape], [-1, *shape[1:]], [0.5], ["x"]]
     options += [[2**32, 2**32], [10**30]]
     new = draw.choice(options)
     size = _DTYPES[dtype].itemsize if dtype in _DTYPES else 1
-    fits = draw.random() < 0.8 and all(type(each) is int and 0 <= each < 10**6 for each in new)
+    fits = draw.random() < 0.8 and all(type(axis) is int and 0 <= axis < 10**6 for axis in new)
     if fits and (count := size * math.prod(new)) < 10**7:
         part = (part * (count // max(len(part), 1) + 1))[:count] if part else bytes(count)
     return replace(file, tensors={**file.tensors, name: (dtype, new, part)})
@@ -232,8 +235,8 @@ def _type(file: File, draw: random.Random) -> File:
 
 
 def _without(file: File, gone: str) -> File:
-    rest = {name: each for name, each in file.tensors.items() if name != gone}
-    return replace(file, tensors=rest or file.tensors)
+    remaining = {name: tensor for name, tensor in file.tensors.items() if name != gone}
+    return replace(file, tensors=remaining or file.tensors)
 
 
 def _columns_gone(file: File, draw: random.Random) -> File:
@@ -241,18 +244,18 @@ def _columns_gone(file: File, draw: random.Random) -> File:
     ends = {name.split(".", 2)[2] for name in file.tensors if name.count(".") > 1}
     gone = draw.choice(sorted(ends) or ["counts"])
     if draw.random() < 0.5:
-        return replace(file, tensors={name: each for name, each in file.tensors.items() if not name.endswith(gone)})
+        return replace(file, tensors={name: tensor for name, tensor in file.tensors.items() if not name.endswith(gone)})
     columns = [f"columns.{name}" for name in ("key_scale", "bias", "state", "x")]
     new = draw.choice([*columns, "passing.added", "kept.counts"])
-    more = {name.replace(gone, new): each for name, each in file.tensors.items() if name.endswith(gone)}
-    return replace(file, tensors={**file.tensors, **more})
+    added = {name.replace(gone, new): tensor for name, tensor in file.tensors.items() if name.endswith(gone)}
+    return replace(file, tensors={**file.tensors, **added})
 
 
 def _renamed(file: File, draw: random.Random) -> File:
     old = draw.choice(list(file.tensors))
     odd = ["x", "", "layers.9.counts", "layers.01.counts", "layers.-1.x", "layers.1", "layers.0.columns."]
     new = draw.choice([*file.tensors, *odd, old.replace("layers.0", "layers.999999999999"), old + "\ud800", "seen"])
-    return replace(file, tensors={(new if name == old else name): each for name, each in file.tensors.items()})
+    return replace(file, tensors={(new if name == old else name): tensor for name, tensor in file.tensors.items()})
 
 
 def _fewer_layers(file: File, draw: random.Random) -> File:
@@ -261,14 +264,14 @@ def _fewer_layers(file: File, draw: random.Random) -> File:
         return file
     layers = file.metadata["layers"]
     first = {
-        name.removeprefix("layers.0."): each for name, each in file.tensors.items() if name.startswith("layers.0.")
+        name.removeprefix("layers.0."): tensor for name, tensor in file.tensors.items() if name.startswith("layers.0.")
     }
     tensors = file.tensors
     if draw.random() < 0.5 and layers > 1:
         layers -= 1
-        tensors = {name: each for name, each in tensors.items() if not name.startswith(f"layers.{layers}.")}
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"layers.{layers}.")}
     elif 0 <= layers < 100:
-        tensors = {**tensors, **{f"layers.{layers}.{name}": each for name, each in first.items()}}
+        tensors = {**tensors, **{f"layers.{layers}.{name}": tensor for name, tensor in first.items()}}
         layers += 1
     return replace(file, tensors=tensors, metadata={**file.metadata, "layers": layers})
 

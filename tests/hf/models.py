@@ -170,16 +170,16 @@ def rotated(module: Any, rotary: Any, queries: Tensor, position: int) -> Tensor:
         return queries
     kind = {"layer_type": module.layer_type} if config.model_type == "gemma4_text" else {}
     cos, sin = (part[0] for part in rotary(queries, torch.tensor([[position]]), **kind))
-    turned, rest = queries.split([cos.shape[-1], queries.shape[-1] - cos.shape[-1]], -1)
+    turned, unrotated = queries.split([cos.shape[-1], queries.shape[-1] - cos.shape[-1]], -1)
     if config.model_type == "cohere":
-        other = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+        partners = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
     else:
         first, second = turned.chunk(2, -1)
-        other = torch.cat([-second, first], -1)
+        partners = torch.cat([-second, first], -1)
     scale = 1.0
     if beta := config.rope_parameters.get("llama_4_scaling_beta"):
         scale += beta * math.log(1 + position // config.rope_parameters["original_max_position_embeddings"])
-    return scale * torch.cat([turned * cos + other * sin, rest], -1)
+    return scale * torch.cat([turned * cos + partners * sin, unrotated], -1)
 
 
 def left_padded(ids: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
@@ -224,8 +224,14 @@ def feed(model: Any, past: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 def hooks_on(model: Any) -> int:
     """The number of hooks on a model's modules, but for those by which a decoder reports its calls for good."""
-    hooks = (each for module in model.modules() for each in (module._forward_pre_hooks, module._forward_hooks))
-    return sum(hook.__module__ != observed_cache.__name__ for each in hooks for hook in each.values())
+    hooks = (
+        hooks_of_module
+        for module in model.modules()
+        for hooks_of_module in (module._forward_pre_hooks, module._forward_hooks)
+    )
+    return sum(
+        hook.__module__ != observed_cache.__name__ for hooks_of_module in hooks for hook in hooks_of_module.values()
+    )
 
 
 padded_or_not = pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
@@ -289,18 +295,18 @@ def allocated(cache: keepset.Cache) -> int:
     return sum(found.values())
 
 
-def _storages(thing: Any, found: dict[int, int], seen: set[int]) -> None:
-    if id(thing) in seen or isinstance(thing, type | torch.nn.Module):
+def _storages(value: Any, found: dict[int, int], visited: set[int]) -> None:
+    if id(value) in visited or isinstance(value, type | torch.nn.Module):
         return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    visited.add(id(value))
+    if isinstance(value, Tensor):
+        found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return
-    parts = list(thing.values()) if isinstance(thing, dict) else list(thing) if isinstance(thing, list | tuple) else []
+    parts = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
     skipped = ("events", "progress", "_from_files", "_second", "recipe", "host_table", "_device_table")
-    parts += [part for name, part in getattr(thing, "__dict__", {}).items() if name not in skipped]
+    parts += [part for name, part in getattr(value, "__dict__", {}).items() if name not in skipped]
     for part in parts:
-        _storages(part, found, seen)
+        _storages(part, found, visited)
 
 
 LAYOUTS = {

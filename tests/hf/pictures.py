@@ -43,13 +43,13 @@ def seeing(kind: str) -> Any:
 
 
 def places(kind: str, layout: Layout) -> list[int]:
-    own: list[int] = []
+    indices: list[int] = []
     at = 0
     for part in layout:
         if part is None:
-            own += range(at, at + KINDS[kind])
+            indices += range(at, at + KINDS[kind])
         at += KINDS[kind] if part is None else part
-    return own
+    return indices
 
 
 def inputs(kind: str, *layouts: Layout, seed: int = 0) -> dict[str, Tensor]:
@@ -66,10 +66,10 @@ def inputs(kind: str, *layouts: Layout, seed: int = 0) -> dict[str, Tensor]:
     ids = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
     mask = torch.stack([torch.arange(longest) >= longest - len(row) for row in rows]).long()
     images, most = [layout.count(None) for layout in layouts], max(layout.count(None) for layout in layouts)
-    given = {"input_ids": ids, "attention_mask": mask}
+    arguments = {"input_ids": ids, "attention_mask": mask}
     if kind in M_ROPE:
         numbers = config.vision_config.in_channels * config.vision_config.temporal_patch_size * 8 * 8
-        given |= {
+        arguments |= {
             "pixel_values": torch.randn(sum(images) * SIDE * SIDE, numbers, generator=draw),
             "image_grid_thw": torch.tensor([[1, SIDE, SIDE]] * sum(images)),
             "mm_token_type_ids": (ids == config.image_token_id).int(),
@@ -78,12 +78,12 @@ def inputs(kind: str, *layouts: Layout, seed: int = 0) -> dict[str, Tensor]:
         pixels = torch.zeros(len(layouts), most, 3, 8 * SIDE, 8 * SIDE)
         for row, number in enumerate(images):
             pixels[row, :number] = torch.randn(number, *pixels.shape[2:], generator=draw)
-        given["pixel_values"] = pixels
+        arguments["pixel_values"] = pixels
     else:
-        given["pixel_values"] = torch.randn(sum(images), 3, 8 * SIDE, 8 * SIDE, generator=draw)
+        arguments["pixel_values"] = torch.randn(sum(images), 3, 8 * SIDE, 8 * SIDE, generator=draw)
         if kind == "gemma3":
-            given["token_type_ids"] = (ids == config.image_token_id).int()
-    return given
+            arguments["token_type_ids"] = (ids == config.image_token_id).int()
+    return arguments
 
 
 @cache

@@ -49,9 +49,9 @@ def observed(architecture: str, padding: list[int], chunk: int | None = None) ->
     model = tiny(architecture)
     ids, mask = padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, EVERYTHING, prompt_length=LENGTH if chunk else None)
-    with shown() as seen:
+    with shown() as observations:
         generate(model, ids, past, mask, max_new_tokens=1, prefill_chunk_size=chunk)
-    return seen
+    return observations
 
 
 # --- the same from the model itself, one request without padding at a time
@@ -104,8 +104,8 @@ def naive(architecture: str, row: int, pad: int) -> list[Naive]:
     ]
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+def assert_close(ours: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(ours, right, rtol=1e-4, atol=2e-5)
 
 
 by_architecture = pytest.mark.parametrize(
@@ -125,53 +125,55 @@ def test_what_is_shown(architecture: str, padding: list[int], chunk: int | None)
     observations = observed(architecture, padding, chunk)
     for row, pad in enumerate(padding):
         of_layers = naive(architecture, row, pad)
-        for layer, seen in observations.items():
+        for layer, observation in observations.items():
             expected = of_layers[layer]
-            assert seen.lengths[row] == LENGTH - pad
-            check_entries(seen, expected, row)
-            check_window(seen, expected, row)
-            check_columns(seen, expected, row)
-            check_moments(seen, expected, row)
-            check_future(seen, expected, row)
-            check_prompt_queries(seen, expected, row)
+            assert observation.lengths[row] == LENGTH - pad
+            check_entries(observation, expected, row)
+            check_window(observation, expected, row)
+            check_columns(observation, expected, row)
+            check_moments(observation, expected, row)
+            check_future(observation, expected, row)
+            check_prompt_queries(observation, expected, row)
 
 
-def check_entries(seen: Observation, expected: Naive, row: int) -> None:
+def check_entries(observation: Observation, expected: Naive, row: int) -> None:
     n = expected.keys.shape[1]
-    assert torch.equal(seen.valid[row], torch.arange(seen.keys.shape[2]).expand_as(seen.valid[row]) < n)
-    assert torch.equal(seen.positions[row, :, :n].long(), torch.arange(n).expand(len(expected.keys), n))
-    assert_close(seen.keys[row, :, :n], expected.keys)
-    assert seen.keys[row, :, n:].abs().sum() == 0 and seen.values[row, :, n:].abs().sum() == 0
-    assert seen.scaling == expected.module.scaling
+    assert torch.equal(
+        observation.valid[row], torch.arange(observation.keys.shape[2]).expand_as(observation.valid[row]) < n
+    )
+    assert torch.equal(observation.positions[row, :, :n].long(), torch.arange(n).expand(len(expected.keys), n))
+    assert_close(observation.keys[row, :, :n], expected.keys)
+    assert observation.keys[row, :, n:].abs().sum() == 0 and observation.values[row, :, n:].abs().sum() == 0
+    assert observation.scaling == expected.module.scaling
 
 
-def check_window(seen: Observation, expected: Naive, row: int) -> None:
+def check_window(observation: Observation, expected: Naive, row: int) -> None:
     n = expected.queries.shape[1]
-    there = min(WINDOW, n)
-    assert seen.queries.shape[2] == WINDOW
-    assert seen.queries.untyped_storage().nbytes() == seen.queries.nbytes  # no view of the whole prompt's
-    positions = seen.query_positions[row].tolist()
-    assert positions[WINDOW - there :] == list(range(n - there, n))
-    assert all(position < 0 for position in positions[: WINDOW - there])
-    assert_close(seen.queries[row, :, WINDOW - there :], expected.queries[:, n - there :])
-    attention = seen.window_attention(WINDOW)[row]
-    assert_close(attention[:, WINDOW - there :, :n], expected.attention[:, n - there :])
-    assert attention[:, : WINDOW - there].abs().sum() == 0 and attention[:, :, n:].abs().sum() == 0
+    count = min(WINDOW, n)
+    assert observation.queries.shape[2] == WINDOW
+    assert observation.queries.untyped_storage().nbytes() == observation.queries.nbytes  # no view of the whole prompt's
+    positions = observation.query_positions[row].tolist()
+    assert positions[WINDOW - count :] == list(range(n - count, n))
+    assert all(position < 0 for position in positions[: WINDOW - count])
+    assert_close(observation.queries[row, :, WINDOW - count :], expected.queries[:, n - count :])
+    attention = observation.window_attention(WINDOW)[row]
+    assert_close(attention[:, WINDOW - count :, :n], expected.attention[:, n - count :])
+    assert attention[:, : WINDOW - count].abs().sum() == 0 and attention[:, :, n:].abs().sum() == 0
 
 
-def check_columns(seen: Observation, expected: Naive, row: int) -> None:
+def check_columns(observation: Observation, expected: Naive, row: int) -> None:
     n = expected.keys.shape[1]
     for name, statistic in ((SUM, expected.attention.sum(1)), (MAX, expected.attention.amax(1))):
-        columns = seen[name][row]
-        assert columns.shape[-1] == seen.keys.shape[2]
+        columns = observation[name][row]
+        assert columns.shape[-1] == observation.keys.shape[2]
         assert_close(columns[:, :n], statistic)
         assert columns[:, n:].abs().sum() == 0
 
 
-def check_moments(seen: Observation, expected: Naive, row: int) -> None:
+def check_moments(observation: Observation, expected: Naive, row: int) -> None:
     for skip in SKIPS:
         hidden = expected.hidden[skip:]
-        moments, of_hidden = seen[QueryMoments(skip)], seen[HiddenMoments(skip)]
+        moments, of_hidden = observation[QueryMoments(skip)], observation[HiddenMoments(skip)]
         if not len(hidden):
             assert moments.mean[row].abs().sum() == 0 and of_hidden.mean[row].abs().sum() == 0
             continue
@@ -188,52 +190,54 @@ def check_moments(seen: Observation, expected: Naive, row: int) -> None:
         assert_close(covariance_ahead[row], expected.ahead(half.transpose(1, 2)).transpose(1, 2))
 
 
-def check_future(seen: Observation, expected: Naive, row: int) -> None:
+def check_future(observation: Observation, expected: Naive, row: int) -> None:
     hidden = torch.randn(2, 3, expected.hidden.shape[-1], generator=torch.Generator().manual_seed(0))
-    assert_close(seen[HiddenMoments(0)].queries(hidden, FUTURE)[row], expected.ahead(expected.projected(hidden[row])))
+    assert_close(
+        observation[HiddenMoments(0)].queries(hidden, FUTURE)[row], expected.ahead(expected.projected(hidden[row]))
+    )
 
 
-def check_prompt_queries(seen: Observation, expected: Naive, row: int) -> None:
+def check_prompt_queries(observation: Observation, expected: Naive, row: int) -> None:
     """Each query at the position after the prompt, over all keys, one by one."""
     heads, n, _ = expected.queries.shape
     group = heads // len(expected.keys)
     for every in ASKED:
         squares = torch.zeros(heads, n)
-        asked = range(0, n, every)
-        for at in asked:
+        query_indices = range(0, n, every)
+        for at in query_indices:
             query = expected.rotated(expected.projected(expected.hidden[at : at + 1]), n)[:, 0]
             for head in range(heads):
                 logits = expected.keys[head // group] @ query[head] * expected.module.scaling
-                squares[head] += logits.softmax(-1).square() / len(asked)
-        asked_again = seen[PromptQueryAttention(every)][row]
-        assert asked_again.shape[-1] == seen.keys.shape[2] and asked_again[:, n:].abs().sum() == 0
+                squares[head] += logits.softmax(-1).square() / len(query_indices)
+        asked_again = observation[PromptQueryAttention(every)][row]
+        assert asked_again.shape[-1] == observation.keys.shape[2] and asked_again[:, n:].abs().sum() == 0
         torch.testing.assert_close(asked_again[:, :n], squares, rtol=1e-3, atol=2e-6)
 
 
 def test_a_model_without_rotation_shows_its_queries() -> None:
     observations = observed("gpt2", [0, 7])
-    for seen in observations.values():
-        mean, _ = seen[QueryMoments(0)].ahead(FUTURE)
-        assert torch.equal(mean, seen[QueryMoments(0)].mean)
+    for observation in observations.values():
+        mean, _ = observation[QueryMoments(0)].ahead(FUTURE)
+        assert torch.equal(mean, observation[QueryMoments(0)].mean)
 
 
 def test_prompt_queries_are_of_a_prompt_and_their_time_is_its_methods() -> None:
     model = tiny("llama")
     recorder = Recorder(model, Needs(PromptQueryAttention(2), QueryMoments(0)))
     recorder.prefill(prompt(1, LENGTH))
-    moments, both = (recorder.seconds_for(needs) for needs in (Needs(QueryMoments(0)), recorder.needs))
-    assert recorder.seconds < moments < both
+    moments, together = (recorder.seconds_for(needs) for needs in (Needs(QueryMoments(0)), recorder.needs))
+    assert recorder.seconds < moments < together
     strides = Recorder(model, Needs(PromptQueryAttention(1), PromptQueryAttention(4)))
     strides.prefill(prompt(1, LENGTH))
-    few, both = (strides.seconds_for(needs) for needs in (Needs(PromptQueryAttention(4)), strides.needs))
-    assert strides.seconds < few < both
+    few, together = (strides.seconds_for(needs) for needs in (Needs(PromptQueryAttention(4)), strides.needs))
+    assert strides.seconds < few < together
 
 
 def test_only_what_is_needed_is_collected() -> None:
     model = tiny("llama")
-    with shown() as seen:
+    with shown() as observations:
         generate(model, prompt(1, LENGTH), keepset.Cache(model, looking(RecentQueries(2))), max_new_tokens=1)
-    assert seen[0].queries.shape[2] == 2 and not seen[0].features
+    assert observations[0].queries.shape[2] == 2 and not observations[0].features
 
 
 # --- the output projection, against what the module makes of values with a single one in them
@@ -285,16 +289,16 @@ def test_a_module_without_one_is_refused() -> None:
 @pytest.mark.parametrize("text", ["criticalkv(snapkv(window=4), keep=12)", "criticalkv(knorm, keep=12, every=5)"])
 def test_an_event_sees_the_layers_own_weights(text: str) -> None:
     model = tiny("llama")
-    seen: dict[int, torch.Tensor] = {}
+    projections: dict[int, torch.Tensor] = {}
 
     def observer(observation: Any, budget: Any, keep_set: Any) -> None:
-        seen[observation.layer] = observation[OutputProjection()]
+        projections[observation.layer] = observation[OutputProjection()]
 
     cache = keepset.Cache(model, text, observer=observer)
     generate(model, prompt(1, 30), cache, max_new_tokens=8)
     for index, layer in enumerate(model.model.layers):
-        assert torch.equal(seen[index].flatten(0, 1), layer.self_attn.o_proj.weight.t())
-    assert all(seen[0] is not other for other in list(seen.values())[1:])
+        assert torch.equal(projections[index].flatten(0, 1), layer.self_attn.o_proj.weight.t())
+    assert all(projections[0] is not weights for weights in list(projections.values())[1:])
 
 
 # --- observers of a cache
@@ -322,19 +326,19 @@ class Together(Counting):
 def test_observer_sees_what_the_method_saw(method: TOVA) -> None:
     model, ids = tiny("llama"), prompt(2, 20)
     recipe = keepset.Recipe.of(method, keep=12, every=5)
-    told: list[tuple[Observation, keepset.KeepSet]] = []
+    calls: list[tuple[Observation, keepset.KeepSet]] = []
 
     def observer(observation: Observation, budget: Budget, keep_set: keepset.KeepSet) -> None:
         assert budget == recipe.budget
-        told.append((observation, keep_set))
+        calls.append((observation, keep_set))
 
     cache = keepset.Cache(model, recipe, history=True, observer=observer)
     tokens: Any = generate(model, ids, cache, max_new_tokens=12).sequences
     layers = cache.compressed_layers
     assert [event.length for event in cache.events] == [20, 25, 30]
-    assert [observation.layer for observation, _ in told] == list(layers) * 3
+    assert [observation.layer for observation, _ in calls] == list(layers) * 3
     for number, event in enumerate(cache.events):
-        part = told[number * len(layers) : (number + 1) * len(layers)]
+        part = calls[number * len(layers) : (number + 1) * len(layers)]
         for layer, (observation, keep_set) in zip(layers, part, strict=True):
             assert observation.lengths.tolist() == [event.length] * 2
             kept = keep_set.layer(layer).to_record()

@@ -66,10 +66,10 @@ def answer(model: Any, past: Any, where: str, mixed: bool = True) -> Tensor:
 
 def check(name: str, text: str, where: str) -> None:
     """A recipe keeps about the same entries as in float32, or refuses a model as it does there."""
-    model, made = model_of(name), keepset.Recipe.parse(text)
+    model, parsed = model_of(name), keepset.Recipe.parse(text)
 
     def run(mixed: bool) -> keepset.Cache:
-        past = keepset.Cache(model, made, prompt_length=LENGTH)
+        past = keepset.Cache(model, parsed, prompt_length=LENGTH)
         assert answer(model, past, where, mixed).isfinite().all()
         return past
 
@@ -116,14 +116,14 @@ def test_every_recipe_runs_on_every_kind_of_model(name: str, text: str, where: s
 
 @torch.no_grad()
 def test_one_prefill_for_several_recipes() -> None:
-    model, made = tiny("llama"), keepset.Recipe.parse("match(r_kv(window=5, kernel=3), window=4, keep=12)")
+    model, parsed = tiny("llama"), keepset.Recipe.parse("match(r_kv(window=5, kernel=3), window=4, keep=12)")
     ids = prompt(1, LENGTH)
     with torch.autocast("cpu", torch.bfloat16):
-        shared, own = PromptSession(model, ids, [made]).compress(made).cache, keepset.Cache(model, made)
-        model(ids, past_key_values=own)
-        assert same_keep_set(shared.keep_set, own.keep_set)
+        shared, alone = PromptSession(model, ids, [parsed]).compress(parsed).cache, keepset.Cache(model, parsed)
+        model(ids, past_key_values=alone)
+        assert same_keep_set(shared.keep_set, alone.keep_set)
         question = prompt(1, 5, seed=1)
-        logits = [model(question, past_key_values=each).logits for each in (shared, own)]
+        logits = [model(question, past_key_values=cache).logits for cache in (shared, alone)]
     torch.testing.assert_close(*logits)
 
 

@@ -64,9 +64,9 @@ def same(ours: keepset.Cache, alone: keepset.Cache) -> None:
     """Check that two caches hold the same entries after the same events, and as many bytes."""
     assert ours.get_seq_length() == alone.get_seq_length() and ours.nbytes == alone.nbytes
     assert [event.length for event in ours.events] == [event.length for event in alone.events]
-    for mine, theirs in zip(ours.events, alone.events, strict=True):
-        assert isinstance(mine.keep_set, KeepSet) and isinstance(theirs.keep_set, KeepSet)
-        assert same_keep_set(mine.keep_set, theirs.keep_set)
+    for event, right in zip(ours.events, alone.events, strict=True):
+        assert isinstance(event.keep_set, KeepSet) and isinstance(right.keep_set, KeepSet)
+        assert same_keep_set(event.keep_set, right.keep_set)
 
 
 @contextmanager

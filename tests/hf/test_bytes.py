@@ -53,7 +53,7 @@ def stores_of(cache: keepset.Cache, text: str) -> list[tuple[EntryStore, int, in
         store = layer.store
         assert store is not None
         sizes = store.heads.sizes
-        allocated = sum(column.nbytes for column in store._columns.values())
+        allocated = sum(column.nbytes for column in store.columns.tensors.values())
         assert allocated == store.entries * ENTRY[text](*sizes)
         found.append((store, allocated, 2 * sum(sizes)))
     return found
@@ -80,10 +80,10 @@ def test_every_layer_takes_its_share_and_no_more(
     always = always_of(cache.recipe, length)
     for store, allocated, full in stores_of(cache, text):
         allowed = Fraction(str(share)) * store.kv_heads * length * full
-        each, rest = divmod(store.entries, store.kv_heads)
-        assert not rest and always <= each <= length
-        assert each == always or allocated <= allowed
-        assert each == length or allocated + store.kv_heads * allocated / store.entries > allowed
+        per_head, left_over = divmod(store.entries, store.kv_heads)
+        assert not left_over and always <= per_head <= length
+        assert per_head == always or allocated <= allowed
+        assert per_head == length or allocated + store.kv_heads * allocated / store.entries > allowed
 
 
 @pytest.mark.parametrize("text", TOGETHER)
@@ -126,13 +126,13 @@ def test_a_cache_says_its_share_of_a_full_16_bit_cache(text: str) -> None:
     named = text.replace("FILE", str(statistics("llama")))
     cache = keepset.Cache(model, keepset.Recipe.parse(named).with_budget(bytes=0.4))
     feed(model, cache, ids, mask)
-    for more, tokens in ((0, 40 + 29), (3, 43 + 32)):
-        if more:
-            feed(model, cache, prompt(2, more), torch.cat([mask, mask.new_ones(2, more)], 1))
-        held = sum(store.entries for layer in cache.managed_layers.values() if (store := layer.store) is not None)
+    for later_tokens, tokens in ((0, 40 + 29), (3, 43 + 32)):
+        if later_tokens:
+            feed(model, cache, prompt(2, later_tokens), torch.cat([mask, mask.new_ones(2, later_tokens)], 1))
+        entries = sum(store.entries for layer in cache.managed_layers.values() if (store := layer.store) is not None)
         # In 4 bits new tokens have a residual.
-        again = 2 * 2 * 3 * 2 * (8 + 8 + 2 + 2 + 4) if more and "bits=4" in text else 0
-        assert cache.share == pytest.approx((held * ENTRY[text](16, 16) + again) / (2 * 2 * tokens * 2 * 2 * 16))
+        again = 2 * 2 * 3 * 2 * (8 + 8 + 2 + 2 + 4) if later_tokens and "bits=4" in text else 0
+        assert cache.share == pytest.approx((entries * ENTRY[text](16, 16) + again) / (2 * 2 * tokens * 2 * 2 * 16))
 
 
 def test_a_saved_file_goes_on_in_bytes(tmp_path: Any) -> None:

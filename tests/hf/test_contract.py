@@ -54,8 +54,8 @@ def test_every_type_is_in_the_table() -> None:
 @pytest.mark.parametrize("kind", sorted(WORK.keys() & {*KINDS}))
 def test_some_types_work(kind: str) -> None:
     """The fast tier has three kinds of recipes on each type, and each kind of recipe on some types."""
-    place, needs = sorted(WORK).index(kind), list(NEEDS)
-    row = check(kind, build(kind), needs if FULL else [needs[(3 * place + i) % len(needs)] for i in range(3)])
+    index, needs = sorted(WORK).index(kind), list(NEEDS)
+    row = check(kind, build(kind), needs if FULL else [needs[(3 * index + i) % len(needs)] for i in range(3)])
     assert row.findings == {} and set(row.says.values()) == {OK}
     assert row.compressed == WORK[kind]
 

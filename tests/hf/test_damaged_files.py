@@ -65,7 +65,7 @@ class Proof:
         draw = random.Random(seed)
         name = draw.choice(list(self._whole))
         model, content, answer = self._whole[name]
-        what, new, sealed = damaged(content, draw)
+        damage, new, sealed = damaged(content, draw)
         path = self._folder / "damaged"
         path.write_bytes(new)
         begun = time.monotonic()
@@ -84,8 +84,8 @@ class Proof:
             self.counts["loaded"] += 1
             assert sealed or new == content or torch.equal(found, answer), "it was damaged and gave other answers"
         self.counts["files"] += 1
-        self.counts[what.removesuffix(", sealed").split(" and ")[0]] += 1
-        assert time.monotonic() - begun < SECONDS, what
+        self.counts[damage.removesuffix(", sealed").split(" and ")[0]] += 1
+        assert time.monotonic() - begun < SECONDS, damage
 
     @staticmethod
     @torch.no_grad()
@@ -93,13 +93,13 @@ class Proof:
         """The logits of ten further tokens, with events among them, and those of a question to a fork."""
         rows = len(cache.require_prompt().lengths)
         logits = []
-        asked = cache.ask(prompt(rows, 3, 5))
-        logits.append(model(**asked).logits)
+        question = cache.ask(prompt(rows, 3, 5))
+        logits.append(model(**question).logits)
         length = cache.get_seq_length()
         if cache.require_prompt().valid is None:
-            for place in range(10):
-                positions = torch.full((rows, 1), length + place)
-                logits.append(model(prompt(rows, 1, place), position_ids=positions, past_key_values=cache).logits)
+            for index in range(10):
+                positions = torch.full((rows, 1), length + index)
+                logits.append(model(prompt(rows, 1, index), position_ids=positions, past_key_values=cache).logits)
         return torch.cat(logits, 1)
 
 

@@ -49,16 +49,16 @@ class Promoted(TorchDispatchMode):
         self.lines: set[str] = set()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = operator(*args, **(kwargs or {}))
-        given = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor | torch.dtype)]
-        half = [(part.dtype if isinstance(part, Tensor) else part) == torch.float16 for part in given]
-        if isinstance(made, Tensor) and made.dtype == torch.float16 and not any(half):
+        result = operator(*args, **(kwargs or {}))
+        types_in = [part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor | torch.dtype)]
+        half = [(part.dtype if isinstance(part, Tensor) else part) == torch.float16 for part in types_in]
+        if isinstance(result, Tensor) and result.dtype == torch.float16 and not any(half):
             frame = sys._getframe(1)
             while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
                 frame = frame.f_back
             if frame.f_code.co_filename.startswith(str(Path(keepset.__file__).parent)):
                 self.lines.add(f"{frame.f_code.co_filename}:{frame.f_lineno}, {operator}")
-        return made
+        return result
 
 
 def answer(name: str, text: str) -> tuple[Any, ...]:

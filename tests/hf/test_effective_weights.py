@@ -44,7 +44,7 @@ def with_adapters(name: str, *names: str, dora: bool = False) -> Any:
     base = latents() if name == "deepseek_v3" else copy.deepcopy(tiny(name))
     targets = TARGETS.get(name, ["q_proj", "k_proj", "v_proj", "o_proj"])
     transposed = name == "gpt2"
-    made: Any = None
+    wrapped: Any = None
     for seed, adapter in enumerate(names or ("first",)):
         torch.manual_seed(seed)
         config = peft().LoraConfig(
@@ -55,11 +55,11 @@ def with_adapters(name: str, *names: str, dora: bool = False) -> Any:
             init_lora_weights=False,
             fan_in_fan_out=transposed,
         )
-        if made is None:
-            made = peft().get_peft_model(base, config, adapter_name=adapter)
+        if wrapped is None:
+            wrapped = peft().get_peft_model(base, config, adapter_name=adapter)
         else:
-            made.add_adapter(adapter, config)
-    return made.eval()
+            wrapped.add_adapter(adapter, config)
+    return wrapped.eval()
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -80,7 +80,7 @@ def kept_and_logits(model: Any, recipe: str) -> tuple[Any, Tensor]:
 def test_adapters_are_seen_as_if_they_were_merged(name: str, recipe: str, dora: bool) -> None:
     model = with_adapters(name, dora=dora)
     merged = copy.deepcopy(model).merge_and_unload()
-    (kept, logits), (expected, merged_logits) = (kept_and_logits(each, recipe) for each in (model, merged))
+    (kept, logits), (expected, merged_logits) = (kept_and_logits(variant, recipe) for variant in (model, merged))
     assert same_keep_set(kept, expected)
     torch.testing.assert_close(logits, merged_logits, rtol=1e-3, atol=1e-4)  # merging rounds
     with model.disable_adapter():
@@ -131,9 +131,9 @@ def test_a_context_serves_the_adapters_that_it_was_made_with(tmp_path: Path, cha
     model(input_ids=ids, past_key_values=cache)
     cache.save(tmp_path / "context")
     # The same adapter under another name, beside no other.
-    other = with_adapters("llama", "first")
-    assert fingerprint(other) == fingerprint(model)
-    assert keepset.Cache.load(tmp_path / "context", other).get_seq_length() == 30
+    renamed = with_adapters("llama", "first")
+    assert fingerprint(renamed) == fingerprint(model)
+    assert keepset.Cache.load(tmp_path / "context", renamed).get_seq_length() == 30
     changed = CHANGES[change](model)
     changed = changed if isinstance(changed, nn.Module) else model
     with refusal("is a context of another model, whose (adapters|weights) differ; load that model"):
@@ -195,10 +195,10 @@ def packed(bits: int) -> Any:
 
 def test_weights_in_buffers_count(tmp_path: Path) -> None:
     four, dense = packed(4), copy.deepcopy(tiny("llama"))
-    for layer, other in zip(dense.model.layers, four.model.layers, strict=True):
-        layer.self_attn.o_proj.weight.data = other.self_attn.o_proj.dense
+    for layer, packed_layer in zip(dense.model.layers, four.model.layers, strict=True):
+        layer.self_attn.o_proj.weight.data = packed_layer.self_attn.o_proj.dense
     for recipe in PROJECTED:
-        (kept, logits), (expected, dense_logits) = (kept_and_logits(each, recipe) for each in (four, dense))
+        (kept, logits), (expected, dense_logits) = (kept_and_logits(variant, recipe) for variant in (four, dense))
         assert same_keep_set(kept, expected)
         torch.testing.assert_close(logits, dense_logits)
     cache = keepset.Cache(four, "knorm(keep=12)")
@@ -222,7 +222,9 @@ def test_an_output_projection_that_is_not_linear_is_refused() -> None:
     model = packed(4)
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_hook(lambda *_: None)
-        layer.self_attn.o_proj.forward = lambda hidden, made=layer.self_attn.o_proj: made.dense.t()[0] * hidden.tanh()
+        layer.self_attn.o_proj.forward = lambda hidden, wrapped=layer.self_attn.o_proj: (
+            wrapped.dense.t()[0] * hidden.tanh()
+        )
     with refusal("could not find the output projection of LlamaAttention, which must be linear"):
         kept_and_logits(model, PROJECTED[0])
 
@@ -262,9 +264,9 @@ def test_offloaded_weights_are_read_where_they_are(tmp_path: Path, name: str, wh
     assert next(model.parameters()).is_meta
     assert fingerprint(model) == fingerprint(plain) and not has_other_weights(model, sample(plain))
     for recipe in OFFLOADED:
-        caches = [keepset.Cache(each, recipe) for each in (model, plain)]
-        for cache, each in zip(caches, (model, plain), strict=True):
-            each(input_ids=ids, past_key_values=cache)
+        caches = [keepset.Cache(variant, recipe) for variant in (model, plain)]
+        for cache, variant in zip(caches, (model, plain), strict=True):
+            variant(input_ids=ids, past_key_values=cache)
             cache.save(tmp_path / "context", force=True)
             for reader in (model, plain):
                 loaded = keepset.Cache.load(tmp_path / "context", reader)
@@ -287,24 +289,24 @@ def test_weights_that_are_nowhere(tmp_path: Path) -> None:
 def test_weights_of_torchao(tmp_path: Path) -> None:
     ao = pytest.importorskip("torchao.quantization", reason="torchao, which quantizes weights, is not installed.")
     for config in (ao.Int8WeightOnlyConfig(), ao.Int8DynamicActivationInt8WeightConfig()):
-        one, same, dense = (copy.deepcopy(tiny("llama")) for _ in range(3))
-        ao.quantize_(one, config)
+        first, same, dense = (copy.deepcopy(tiny("llama")) for _ in range(3))
+        ao.quantize_(first, config)
         ao.quantize_(same, config)
-        for layer, quantized in zip(dense.model.layers, one.model.layers, strict=True):
+        for layer, quantized in zip(dense.model.layers, first.model.layers, strict=True):
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear):
                     module.weight.data = quantized.get_submodule(name).weight.dequantize()
-        dense.lm_head.weight.data = one.lm_head.weight.dequantize()
-        assert fingerprint(one) == fingerprint(same) and fingerprint(one) != fingerprint(dense)
-        assert not has_other_weights(one, sample(tiny("llama")))
-        cache = keepset.Cache(one, PROJECTED[0])
-        one(prompt(1, 30), past_key_values=cache)
+        dense.lm_head.weight.data = first.lm_head.weight.dequantize()
+        assert fingerprint(first) == fingerprint(same) and fingerprint(first) != fingerprint(dense)
+        assert not has_other_weights(first, sample(tiny("llama")))
+        cache = keepset.Cache(first, PROJECTED[0])
+        first(prompt(1, 30), past_key_values=cache)
         cache.save(tmp_path / "context", force=True)
         assert keepset.Cache.load(tmp_path / "context", same).get_seq_length() == 30
         with refusal("whose weights differ"):
             keepset.Cache.load(tmp_path / "context", dense)
         if isinstance(config, ao.Int8WeightOnlyConfig):  # activations are exact
-            assert same_keep_set(kept_and_logits(one, PROJECTED[0])[0], kept_and_logits(dense, PROJECTED[0])[0])
+            assert same_keep_set(kept_and_logits(first, PROJECTED[0])[0], kept_and_logits(dense, PROJECTED[0])[0])
 
 
 WIDE = ["expected_attention", "criticalkv(snapkv(window=4))", "match(adakv(knorm))", "gvote", "second_pass", "qfilter"]
@@ -314,9 +316,9 @@ WIDE = ["expected_attention", "criticalkv(snapkv(window=4))", "match(adakv(knorm
 def test_a_model_in_double_precision(tmp_path: Path, recipe: str) -> None:
     model = copy.deepcopy(tiny("llama")).double()
     recipe = f"{recipe[:-1]}, keep=0.5)" if recipe.endswith(")") else f"{recipe}(keep=0.5)"
-    caches = [keepset.Cache(each, recipe) for each in (model, tiny("llama"))]
-    for cache, each in zip(caches, (model, tiny("llama")), strict=True):
-        each(prompt(1, 60), past_key_values=cache)
+    caches = [keepset.Cache(variant, recipe) for variant in (model, tiny("llama"))]
+    for cache, variant in zip(caches, (model, tiny("llama")), strict=True):
+        variant(prompt(1, 60), past_key_values=cache)
     assert same_keep_set(caches[0].keep_set, caches[1].keep_set)
     caches[0].save(tmp_path / "context")
     loaded = keepset.Cache.load(tmp_path / "context", model)

@@ -134,11 +134,11 @@ class Naive:
             for i in range(n):
                 at = self.length + i
                 layer.seen += [[]] * (len(layer.seen) == at)
-                seen = [p for p in kept if p <= at and (window is None or at - p < window)]
+                visible = [p for p in kept if p <= at and (window is None or at - p < window)]
                 members = slice(head * group, (head + 1) * group)
-                logits = query[members, i] @ layer.keys[head, seen].T * scaling
-                layer.seen[at] = [*layer.seen[at], (seen, logits)]
-                output[members, i] = logits.softmax(-1) @ layer.values[head, seen]
+                logits = query[members, i] @ layer.keys[head, visible].T * scaling
+                layer.seen[at] = [*layer.seen[at], (visible, logits)]
+                output[members, i] = logits.softmax(-1) @ layer.values[head, visible]
         return output
 
     def compress(self, point: int) -> None:
@@ -149,22 +149,22 @@ class Naive:
         if method.traits.across_layers:
             keep_set = method.select_all(observations, budget)
         else:
-            parts = [method.select(seen, budget).layer(seen.layer) for seen in observations]
+            parts = [method.select(observation, budget).layer(observation.layer) for observation in observations]
             keep_set = keepset.KeepSet(parts)
-        for seen in observations:
-            layer = self.layers[seen.layer]
+        for observation in observations:
+            layer = self.layers[observation.layer]
             for head, kept in enumerate(layer.kept):
-                chosen = keep_set.positions(seen.layer, 0, head).tolist()
+                chosen = keep_set.positions(observation.layer, 0, head).tolist()
                 assert set(chosen) <= set(kept)
                 layer.kept[head] = chosen + [p for p in kept if p >= point]
                 for at in range(point, len(layer.seen)):  # later tokens count as if they had come after the event
                     positions, logits = layer.seen[at][head]
                     stays = [i for i, p in enumerate(positions) if p in set(layer.kept[head])]
                     layer.seen[at][head] = [positions[i] for i in stays], logits[:, stays]
-                for name, column in keep_set.layer(seen.layer).state.items():
+                for name, column in keep_set.layer(observation.layer).state.items():
                     layer.state.setdefault(name, torch.zeros(len(layer.kept), 1000))
-                    exists = seen.valid[0, head]
-                    layer.state[name][head, seen.positions[0, head, exists]] = column[0, head, exists]
+                    exists = observation.valid[0, head]
+                    layer.state[name][head, observation.positions[0, head, exists]] = column[0, head, exists]
         stay = {index: [[p for p in head if p < point] for head in self.layers[index].kept] for index in compressed}
         self.events.append((point, stay))
 
@@ -207,18 +207,18 @@ class Naive:
 
     def received(self, layer: Layer, of: WindowAttention, point: int, padded: Tensor, valid: Tensor) -> Tensor:
         """Return the attention that every entry received, query by query."""
-        each = of.sums_of == "each"
+        by_head = of.sums_of == "each"
         group = layer.seen[point - 1][0][1].shape[0]
-        sums = torch.zeros(len(layer.kept), 1000, *[group] * each)
+        sums = torch.zeros(len(layer.kept), 1000, *[group] * by_head)
         for at in range(self.since(point, of.window), point):
-            for head, (seen, logits) in enumerate(layer.seen[at]):
-                asked = torch.tensor([not of.history or p < point - of.window for p in seen])
-                if asked.any():
+            for head, (looked_at, logits) in enumerate(layer.seen[at]):
+                counted = torch.tensor([not of.history or p < point - of.window for p in looked_at])
+                if counted.any():
                     largest = of.sums_of == "largest"
-                    attention = (logits.amax(0, keepdim=True) if largest else logits)[:, asked].softmax(-1)
-                    sums[head, torch.tensor(seen)[asked]] += attention.t() if each else attention.mean(0)
+                    attention = (logits.amax(0, keepdim=True) if largest else logits)[:, counted].softmax(-1)
+                    sums[head, torch.tensor(looked_at)[counted]] += attention.t() if by_head else attention.mean(0)
         of_entries = sums[torch.arange(len(sums))[:, None], padded]
-        return of_entries * valid.view(*valid.shape, *[1] * each)
+        return of_entries * valid.view(*valid.shape, *[1] * by_head)
 
     def moments(self, layer: Layer, start: int, point: int) -> QueryDistribution:
         module = layer.module
@@ -270,9 +270,9 @@ class Habit(Method):
         return Traits(needs=Needs(RecentQueries(3)))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        now = observation.by_query_group(observation.window_attention(3)).sum((2, 3))
-        worth = observation.state.get("worth", torch.zeros_like(now))
-        return 0.7 * worth + now + observation.state.get("age", torch.zeros_like(now))
+        usage = observation.by_query_group(observation.window_attention(3)).sum((2, 3))
+        worth = observation.state.get("worth", torch.zeros_like(usage))
+        return 0.7 * worth + usage + observation.state.get("age", torch.zeros_like(usage))
 
     def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
         return {"worth": scores, "age": observation.state.get("age", torch.zeros_like(scores)) + 1}
@@ -330,9 +330,9 @@ def test_how_much_stays_follows_from_lengths(name: str, monkeypatch: pytest.Monk
     text = f"{by_text(name, 12)[:-1]}, every=5)" if name not in RECIPES else scheduled(name, every=5)
     (ids, mask), cache, start = padded_prompt([0, 6], LENGTH + 17), keepset.Cache(tiny("llama"), text), 0
     for tokens in (LENGTH, 3, 8, 1, 5):  # after prompts of two lengths several at once, also beyond an event
-        fed, seen = ids[:, start : start + tokens], mask[:, : start + tokens]
+        fed, shown_mask = ids[:, start : start + tokens], mask[:, : start + tokens]
         with torch.no_grad():
-            tiny("llama")(fed, attention_mask=seen, past_key_values=cache, use_cache=True)
+            tiny("llama")(fed, attention_mask=shown_mask, past_key_values=cache, use_cache=True)
         start += tokens
     assert [event.length for event in cache.events][-2:] == [LENGTH + 10, LENGTH + 15]
 
@@ -410,6 +410,19 @@ def test_turns_cross_event_points(name: str, every: int, prefill: bool) -> None:
     assert same_keep_set(chunked.keep_set, past.keep_set)
 
 
+@pytest.mark.parametrize("text", ["knorm(keep=4, every=3)", "snapkv(window=2, keep=4, every=3)"])
+@torch.no_grad()
+def test_one_call_ends_the_prompt_and_reaches_a_later_event(text: str) -> None:
+    """Layers that wait for one another still have the later event before them when the first one ends at the last."""
+    model, ids = tiny("llama"), prompt(1, 12)
+    past, naive = keepset.Cache(model, text, prompt_length=2, history=True), Naive(model, keepset.Recipe.parse(text), 2)
+    calls = [model(part, past_key_values=past, use_cache=True).logits[0] for part in ids.split([1, 5, 6], 1)]
+    turns = [naive.feed(part) for part in ids.split([2, 4, 6], 1)]
+    torch.testing.assert_close(torch.cat(calls)[1:], torch.cat(turns)[1:], rtol=1e-4, atol=5e-5)
+    assert [event.length for event in past.events] == [2, 5, 11]
+    check_events(past, naive)
+
+
 # --- batches
 
 
@@ -431,8 +444,8 @@ def test_padding_in_later_turns(name: str) -> None:
         columns = [length + n - (length + n - LENGTH) % every if length + n >= LENGTH else 0]
         for row, reference in enumerate(naive):
             # Points are logical: in the row's own count they lie by its padding earlier.
-            own = int(mask[row, : columns[0]].sum()) if columns[0] > length else None
-            reference.point = lambda before, after, own=own: own  # type: ignore[method-assign]
+            own_point = int(mask[row, : columns[0]].sum()) if columns[0] > length else None
+            reference.point = lambda before, after, own_point=own_point: own_point  # type: ignore[method-assign]
             reference.at_step = columns[0]
             reference.steps += range(length + padding[row], length + n)
             expected = reference.feed(ids[row : row + 1, padding[row] :])
@@ -452,7 +465,7 @@ def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[i
     model, recipe = tiny("llama"), scheduled(name, every=8)
     ids, mask = padded_prompt(padding, LENGTH)
     straight, turning = (keepset.Cache(model, recipe, history=True) for _ in range(2))
-    new, other = prompt(2, 20, 1), prompt(2, 20, 2)
+    new, taken_back = prompt(2, 20, 1), prompt(2, 20, 2)
 
     def fed(cache: keepset.Cache, tokens: Tensor) -> Tensor:
         return feed(model, cache, tokens, extended(mask, cache.get_seq_length() + tokens.shape[1]))
@@ -461,7 +474,7 @@ def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[i
         fed(cache, ids)
         for token in new.T[:10, :, None]:
             fed(cache, token)
-    fed(turning, other[:, :4])
+    fed(turning, taken_back[:, :4])
     turning.crop(-3)
     turning.crop(-2)
     turning.crop(LENGTH + 8)
@@ -471,8 +484,8 @@ def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[i
         expected = fed(straight, token)
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=5e-5)
     assert len(turning.events) == len(straight.events) == 3
-    for ours, theirs in zip(turning.events, straight.events, strict=True):
-        assert same_keep_set(ours.keep_set, theirs.keep_set)
+    for ours, right in zip(turning.events, straight.events, strict=True):
+        assert same_keep_set(ours.keep_set, right.keep_set)
     with refusal("after the newest compression can be taken back"):
         turning.crop(LENGTH + 15)
 
@@ -499,7 +512,7 @@ def test_layers_together_keep_what_each_keeps_alone(
     select_all, (ids, mask) = chooser.select_all, padded_prompt(padding, 19)
 
     def select(self: keepset.Method, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
-        shown.extend(each.layer_ids for each in observations)
+        shown.extend(observation.layer_ids for observation in observations)
         return select_all(self, observations, budget)
 
     monkeypatch.setattr(chooser, "select_all", select)
@@ -512,11 +525,11 @@ def test_layers_together_keep_what_each_keeps_alone(
         runs.append((torch.stack(said.logits), past))
         assert max(map(len, shown)) == (1 if limit == "_WORKSPACE" else len(past.compressed_layers))
         shown.clear()
-    (together, past), *others = runs
-    for logits, other in others:
-        assert torch.equal(together, logits) and past.nbytes == other.nbytes
-        assert len(past.events) == len(other.events) > 1
-        for a, b in zip(past.events, other.events, strict=True):
+    (together, past), *limited_runs = runs
+    for logits, limited in limited_runs:
+        assert torch.equal(together, logits) and past.nbytes == limited.nbytes
+        assert len(past.events) == len(limited.events) > 1
+        for a, b in zip(past.events, limited.events, strict=True):
             assert same_keep_set(a.keep_set, b.keep_set) and a.entries == b.entries
 
 
@@ -532,9 +545,11 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = op(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)}
+        input_storages = {
+            tensor.untyped_storage().data_ptr() for tensor in tree_leaves(args) if isinstance(tensor, Tensor)
+        }
         for tensor in tree_leaves(answer):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in input_storages:
                 self.storages.append(tensor.untyped_storage())
         return answer
 
@@ -549,11 +564,11 @@ def test_an_event_copies_what_stays_and_no_more(text: str) -> None:
     model(prompt(1, 300), past_key_values=past, logits_to_keep=1)
     for step in range(9):
         model(prompt(1, 1, step), past_key_values=past)
-    with Made() as made:
+    with Made() as storages:
         model(prompt(1, 1, 9), past_key_values=past)
     assert len(past.events) == 2
     columns = [layer.store.packed[name] for layer in past.layers for name in ("keys", "values")]
-    large = [storage.nbytes() for storage in made.storages if storage.nbytes() >= columns[0].nbytes]
+    large = [storage.nbytes() for storage in storages.storages if storage.nbytes() >= columns[0].nbytes]
     assert large == [column.nbytes for column in columns]
     assert past.events[1].nbytes_before == past.events[1].entries * 128 and past.events[1].seconds > 0
 
@@ -579,9 +594,9 @@ def test_queries_are_looked_at_only_before_an_event_and_hardly_any_is_held(name:
 @torch.no_grad()
 def test_hooks_hold_nothing_of_calls_that_are_over() -> None:
     """Neither of those with another cache, nor of those that fail."""
-    model, other = tiny("llama"), keepset.Cache(tiny("llama"), scheduled("snapkv", every=4))
+    model, another = tiny("llama"), keepset.Cache(tiny("llama"), scheduled("snapkv", every=4))
     past = keepset.Cache(model, scheduled("expected_attention", every=40))
-    for cache in (past, other):
+    for cache in (past, another):
         model(prompt(1, LENGTH), past_key_values=cache)
     assert past.nbytes == allocated(past)
     with refusal("The cache holds 1 requests, and the input has 2"):

@@ -162,8 +162,8 @@ def test_a_request_whose_prompt_is_padding_keeps_nothing(name: str) -> None:
     logits = {who: fed(who) for who in rows}
     positions = (mask[1:].cumsum(-1) - 1).clamp(min=0)
     whole = model(ids[1:], attention_mask=mask[1:], position_ids=positions, use_cache=False).logits[0, -1]
-    both, empty, other = (caches[who].keep_set for who in rows)
-    assert both.counts[:, 1].eq(0).all() and empty.counts.eq(0).all() and kept_of(both) == kept_of(other)
+    together, empty, full_request = (caches[who].keep_set for who in rows)
+    assert together.counts[:, 1].eq(0).all() and empty.counts.eq(0).all() and kept_of(together) == kept_of(full_request)
     rounded = 0.05 if name == "quantized" else 1e-4  # tokens after the prompt are stored in 8 bits, too
     for found in (logits["both"][1], logits["the empty one"][0]):
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=rounded)
@@ -180,21 +180,21 @@ def test_a_request_whose_prompt_is_padding_keeps_nothing(name: str) -> None:
 @pytest.mark.parametrize("keep", [12, 0.4])
 def test_counts_are_those_asked_for(method: str, padding: list[int], keep: int | float) -> None:
     cache, _ = compressed("llama_mha", recipe(method, keep), padding)
-    asked = torch.tensor([12 if keep == 12 else int((LENGTH - pad) * keep) for pad in padding])
+    targets = torch.tensor([12 if keep == 12 else int((LENGTH - pad) * keep) for pad in padding])
     counts = cache.keep_set.counts
     layout = cache.recipe.method.traits.layout
     if layout == "dense":
-        assert torch.equal(counts, asked[None, :, None].expand_as(counts))
+        assert torch.equal(counts, targets[None, :, None].expand_as(counts))
     elif layout == "layer-ragged":
         assert torch.equal(counts, counts[:, :, :1].expand_as(counts))
-        assert torch.equal(counts.sum(0), (asked * counts.shape[0])[:, None].expand_as(counts[0]))
+        assert torch.equal(counts.sum(0), (targets * counts.shape[0])[:, None].expand_as(counts[0]))
     elif cache.recipe.method.traits.across_layers or not cache.recipe.method.traits.equal_layers:
         # One number for all heads of all layers: a fraction is rounded once.
         heads = counts.shape[0] * counts.shape[-1]
         in_all = [12 * heads if keep == 12 else int((LENGTH - pad) * heads * keep) for pad in padding]
         assert counts.sum((0, 2)).tolist() == in_all
     else:
-        assert torch.equal(counts.sum(-1), (asked * counts.shape[-1]).expand_as(counts[..., 0]))
+        assert torch.equal(counts.sum(-1), (targets * counts.shape[-1]).expand_as(counts[..., 0]))
 
 
 # --- bytes
@@ -204,10 +204,10 @@ def reachable(length: int) -> list[str]:
     """Tensors that somebody still holds and that have room for `length` tokens."""
     gc.collect()
     return [
-        f"{thing.dtype} {tuple(thing.shape)}"
-        for thing in gc.get_objects()
-        if type(thing) is Tensor
-        and (length in thing.shape or (thing.numel() and thing.untyped_storage().nbytes() % length == 0))
+        f"{tensor.dtype} {tuple(tensor.shape)}"
+        for tensor in gc.get_objects()
+        if type(tensor) is Tensor
+        and (length in tensor.shape or (tensor.numel() and tensor.untyped_storage().nbytes() % length == 0))
     ]
 
 

@@ -95,7 +95,7 @@ def test_a_model_with_keepsets_attention_serves_a_batch() -> None:
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
     small = ContinuousBatchingConfig(num_blocks=8, block_size=32, max_batch_tokens=64)
     batch = model.generate_batch(ids.tolist(), config, continuous_batching_config=small, progress_bar=False)
-    said = torch.tensor([each.generated_tokens for each in batch.values()])
+    said = torch.tensor([output.generated_tokens for output in batch.values()])
     expected = full(tiny("llama"), ids, max_new_tokens=4).sequences
     assert torch.equal(said, expected[:, 12:])
     assert torch.equal(generate(model, expected[:, :14], past, max_new_tokens=2).sequences, expected)  # it goes on
@@ -163,8 +163,8 @@ def test_other_caches_behave_as_under_sdpa(architecture: str, padding: list[int]
     keepset.Cache(model, "expected_attention(keep=12)")
     assert model.config._attn_implementation == "keepset"
     assert torch.equal(generate(model, ids, None, mask, max_new_tokens=6).sequences, expected)
-    for other in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH + 8)):
-        assert torch.equal(generate(model, ids, other, mask, max_new_tokens=6).sequences, expected)
+    for past in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH + 8)):
+        assert torch.equal(generate(model, ids, past, mask, max_new_tokens=6).sequences, expected)
     static = generate(model, ids, None, mask, max_new_tokens=6, cache_implementation="static")
     assert torch.equal(static.sequences, expected)
 
@@ -208,10 +208,10 @@ def test_gradients_change_nothing_and_an_event_lets_go_of_them(recipe: str) -> N
         warnings.simplefilter("error", UserWarning)
         logits, past = said(recipe)
     with torch.no_grad():
-        expected, other = said(recipe)
+        expected, without_gradients = said(recipe)
     assert logits.requires_grad and torch.equal(logits, expected)
-    assert past.keep_set is not None and other.keep_set is not None
-    assert same_keep_set(past.keep_set, other.keep_set)
+    assert past.keep_set is not None and without_gradients.keep_set is not None
+    assert same_keep_set(past.keep_set, without_gradients.keep_set)
     if "every" in recipe:  # the last token was an event
         stores = [layer.store for layer in past.managed_layers.values() if layer.store is not None]
         assert stores and not any(
@@ -242,8 +242,8 @@ def test_hooks_go_with_the_prompt_or_with_the_cache(recipe: Any, stays: bool) ->
     del past, unused
     gc.collect()
     assert hooks_on(model) == before
-    for other in ("snapkv(window=4, keep=12)", "knorm(keep=12, every=4)"):
-        keepset.Cache(model, other)
+    for text in ("snapkv(window=4, keep=12)", "knorm(keep=12, every=4)"):
+        keepset.Cache(model, text)
         assert hooks_on(model) == before
 
 
@@ -349,11 +349,11 @@ def test_another_longer_prompt(options: dict[str, Any]) -> None:
     model, ids = tiny("llama"), prompt(1, LENGTH)
     cache = keepset.Cache(model, "snapkv(window=5, kernel=3, keep=12)")
     generate(model, ids, cache, max_new_tokens=4, **options)
-    other = more(ids, 20)
-    other[0, 7] += 1
+    longer = more(ids, 20)
+    longer[0, 7] += 1
     for copied in (cache, cache.fork(), copy.deepcopy(cache)):
         with refusal(REFUSED):
-            generate(model, other, copied, max_new_tokens=2, **options)
+            generate(model, longer, copied, max_new_tokens=2, **options)
         assert copied.get_seq_length() == LENGTH + 3
 
 

@@ -57,8 +57,8 @@ def algorithm_1(architecture: str, ids: Tensor) -> dict[int, list[list[int]]]:
         queries = module.q_proj(sampled).view(3, -1, module.head_dim)
         queries = (module.q_norm(queries) if hasattr(module, "q_norm") else queries).transpose(0, 1)
         # The mean of the rotated is what rotating with the mean gives.
-        apart = [rotate(queries[None], queries[None], cos[:, i : i + 1], sin[:, i : i + 1])[0][0] for i in range(16)]
-        queries, group = torch.stack(apart).mean(0), len(queries) // len(keys)
+        separate = [rotate(queries[None], queries[None], cos[:, i : i + 1], sin[:, i : i + 1])[0][0] for i in range(16)]
+        queries, group = torch.stack(separate).mean(0), len(queries) // len(keys)
         union[layer] = [
             sorted(
                 {

@@ -74,19 +74,19 @@ def test_several_questions_about_one_text(architecture: str) -> None:
     expected = full(model, whole, max_new_tokens=5).sequences[:, LENGTH:]
     model.set_attn_implementation("keepset")
     for _ in range(2):  # the cache stays as it is
-        asked = past.ask(questions)
+        answer = past.ask(questions)
         options = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
-        assert torch.equal(model.generate(**asked, max_new_tokens=5, **options), expected)
+        assert torch.equal(model.generate(**answer, max_new_tokens=5, **options), expected)
 
 
 def test_bytes_of_states_are_counted() -> None:
     model, ids = tiny("falcon_h1"), prompt(1, LENGTH)
     past, whole = keepset.Cache(model, "knorm(keep=12)"), DynamicCache(config=model.config)
     generate(model, ids, past, max_new_tokens=1)
-    states = [each for layer in past.layers for each in (layer.conv_states[0], layer.recurrent_states[0])]
+    states = [state for layer in past.layers for state in (layer.conv_states[0], layer.recurrent_states[0])]
     fixed, entries = (
         sum(state.nbytes for state in states),
-        sum(each.store.nbytes for each in past.managed_layers.values()),
+        sum(layer.store.nbytes for layer in past.managed_layers.values()),
     )
     assert past.nbytes == entries + fixed == past.nbytes_fixed + entries
     assert f", {fixed / 1e6:.1f} MB of both in windows and states" in repr(past)
@@ -125,8 +125,8 @@ def test_a_saved_context_goes_on_with_its_states(architecture: str, recipe: str,
     questions = prompt(2, 4, seed=1)
     options: dict[str, Any] = dict(do_sample=False, pad_token_id=0, eos_token_id=None, max_new_tokens=6)
     expected = model.generate(**past.ask(questions), **options)
-    for each in (loaded, loaded.fork()):
-        assert torch.equal(model.generate(**each.ask(questions), **options), expected)
+    for cache in (loaded, loaded.fork()):
+        assert torch.equal(model.generate(**cache.ask(questions), **options), expected)
     with refusal("cannot take .*tokens"):
         loaded.crop(-1)
 

@@ -39,9 +39,9 @@ CHANGING = ("match(snapkv(window=8), keep=14)", "quantized(knorm, keep=14)", "qu
 """Recipes that change the entries that stay."""
 
 
-def said(kind: str, past: Any, given: dict[str, Tensor], new: int = NEW) -> Any:
+def said(kind: str, past: Any, arguments: dict[str, Tensor], new: int = NEW) -> Any:
     with torch.no_grad():
-        return seeing(kind).generate(**given, past_key_values=past, max_new_tokens=new, **GREEDY)
+        return seeing(kind).generate(**arguments, past_key_values=past, max_new_tokens=new, **GREEDY)
 
 
 def own(kind: str) -> DynamicCache:
@@ -49,14 +49,14 @@ def own(kind: str) -> DynamicCache:
     return DynamicCache(config=seeing(kind).config.get_text_config(decoder=True))
 
 
-def reference(kind: str, past: keepset.Cache, given: dict[str, Tensor], output: Any) -> Tensor:
+def reference(kind: str, past: keepset.Cache, arguments: dict[str, Tensor], output: Any) -> Tensor:
     """The logits of the model that sees the image, and is masked where entries were dropped."""
-    more = {name: value for name, value in given.items() if name not in ("input_ids", "attention_mask")}
+    extra = {name: value for name, value in arguments.items() if name not in ("input_ids", "attention_mask")}
     longer = output.sequences.shape[1] - 1
     for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in more:
-            more[name] = torch.nn.functional.pad(more[name], (0, longer - more[name].shape[1]))
-    return masked(seeing(kind), past, output, **more)
+        if name in extra:
+            extra[name] = torch.nn.functional.pad(extra[name], (0, longer - extra[name].shape[1]))
+    return masked(seeing(kind), past, output, **extra)
 
 
 def close(gap: Tensor, logits: Tensor) -> bool:
@@ -66,24 +66,26 @@ def close(gap: Tensor, logits: Tensor) -> bool:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_changes_nothing_of_what_holds_of_a_text(kind: str) -> None:
-    given = inputs(kind, LAYOUT)
-    expected = said(kind, own(kind), given)
-    other = said(kind, own(kind), {**given, "pixel_values": -given["pixel_values"]})
-    assert (expected.logits[0] - other.logits[0]).abs().max() > 0.01  # the image matters
-    assert torch.equal(said(kind, keepset.Cache(seeing(kind), "knorm(keep=1.0)"), given).sequences, expected.sequences)
-    place, of_kind = list(KINDS).index(kind), 1 if FULL else 3  # the fast tier has every recipe on some kinds
-    for recipe in NEEDS[place % of_kind :: of_kind]:
+    arguments = inputs(kind, LAYOUT)
+    expected = said(kind, own(kind), arguments)
+    changed = said(kind, own(kind), {**arguments, "pixel_values": -arguments["pixel_values"]})
+    assert (expected.logits[0] - changed.logits[0]).abs().max() > 0.01  # the image matters
+    assert torch.equal(
+        said(kind, keepset.Cache(seeing(kind), "knorm(keep=1.0)"), arguments).sequences, expected.sequences
+    )
+    index, of_kind = list(KINDS).index(kind), 1 if FULL else 3  # the fast tier has every recipe on some kinds
+    for recipe in NEEDS[index % of_kind :: of_kind]:
         if kind == "qwen3_vl" and recipe.startswith("reread"):
             continue
         past = keepset.Cache(seeing(kind), recipe, history=True)
-        output = said(kind, past, given)
+        output = said(kind, past, arguments)
         logits = torch.stack(output.logits, 1)
         counts = past.events[0].keep_set.counts
         assert counts.sum() == 14 * counts.numel(), recipe
-        assert close(logits - reference(kind, past, given, output), logits), recipe
-    for recipe in CHANGING[place % of_kind :: of_kind]:
+        assert close(logits - reference(kind, past, arguments, output), logits), recipe
+    for recipe in CHANGING[index % of_kind :: of_kind]:
         past = keepset.Cache(seeing(kind), recipe)
-        assert torch.stack(said(kind, past, given).logits).isfinite().all()
+        assert torch.stack(said(kind, past, arguments).logits).isfinite().all()
         assert past.keep_set.counts.unique().tolist() == [14]
 
 
@@ -92,17 +94,17 @@ def test_an_image_changes_nothing_of_what_holds_of_a_text(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("protected", ["image", "text"])
 def test_what_is_protected_stays(kind: str, protected: str) -> None:
-    given, images = inputs(kind, LAYOUT), places(kind, LAYOUT)
-    length = given["input_ids"].shape[1]
+    arguments, images = inputs(kind, LAYOUT), places(kind, LAYOUT)
+    length = arguments["input_ids"].shape[1]
     always = images if protected == "image" else [at for at in range(length) if at not in images]
-    for more in (0, 3):
-        past = keepset.Cache(seeing(kind), f"streaming_llm(keep={len(always) + more}, sinks=0, protect={protected!r})")
-        output = said(kind, past, given)
-        others = [at for at in range(length) if at not in always][-more:] if more else []
+    for extra in (0, 3):
+        past = keepset.Cache(seeing(kind), f"streaming_llm(keep={len(always) + extra}, sinks=0, protect={protected!r})")
+        output = said(kind, past, arguments)
+        newest = [at for at in range(length) if at not in always][-extra:] if extra else []
         for heads in kept_of(past.keep_set).values():
-            assert heads == [sorted([*always, *others])] * len(heads)
+            assert heads == [sorted([*always, *newest])] * len(heads)
     logits = torch.stack(output.logits, 1)
-    assert close(logits - reference(kind, past, given, output), logits)
+    assert close(logits - reference(kind, past, arguments, output), logits)
 
 
 @pytest.mark.parametrize(
@@ -112,38 +114,38 @@ def test_images_in_different_places_of_a_padded_batch(recipe: str) -> None:
     """Every request keeps what it keeps alone: its images, and of the rest what the method prefers."""
     kind, layouts = "qwen2_vl", ((6, None, 20), (3, None, 4, None, 11), (12,))
     recipe = recipe.format("protect='image'")
-    both = keepset.Cache(seeing(kind), recipe)
-    given = inputs(kind, *layouts)
-    together = said(kind, both, given)
+    batched = keepset.Cache(seeing(kind), recipe)
+    arguments = inputs(kind, *layouts)
+    together = said(kind, batched, arguments)
     at = 0
     for row, layout in enumerate(layouts):
         rows, patches = places(kind, layout), 16 * layout.count(None)
-        real = given["attention_mask"][row].bool()
+        real = arguments["attention_mask"][row].bool()
         alone = {
             name: value[row : row + 1, real]
-            for name, value in given.items()
+            for name, value in arguments.items()
             if value.shape == real[None].expand(len(layouts), -1).shape
         }
         if patches:
-            alone["pixel_values"] = given["pixel_values"][at : at + patches]
-            alone["image_grid_thw"] = given["image_grid_thw"][: layout.count(None)]
+            alone["pixel_values"] = arguments["pixel_values"][at : at + patches]
+            alone["image_grid_thw"] = arguments["image_grid_thw"][: layout.count(None)]
         at += patches
         past = keepset.Cache(seeing(kind), recipe)
         output = said(kind, past, alone)
         assert torch.equal(together.sequences[row, -NEW:], output.sequences[0, -NEW:])
-        assert kept_of(both.keep_set, row) == kept_of(past.keep_set)
+        assert kept_of(batched.keep_set, row) == kept_of(past.keep_set)
         assert all(set(rows) <= set(head) for heads in kept_of(past.keep_set).values() for head in heads)
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
 def test_beams_of_requests_with_images(kind: str) -> None:
     layouts: tuple[Layout, ...] = ((6, None, 20), (3, None, 4, None, 11))
-    given, beams = inputs(kind, *layouts), dict(max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=2)
-    expected = seeing(kind).generate(**given, **beams)
+    arguments, beams = inputs(kind, *layouts), dict(max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=2)
+    expected = seeing(kind).generate(**arguments, **beams)
     past = keepset.Cache(seeing(kind), "knorm(keep=1.0)")
-    assert torch.equal(seeing(kind).generate(**given, past_key_values=past, **beams), expected)
+    assert torch.equal(seeing(kind).generate(**arguments, past_key_values=past, **beams), expected)
     past = keepset.Cache(seeing(kind), "snapkv(window=8, keep=50, every=2, protect='image')")
-    seeing(kind).generate(**given, past_key_values=past, **beams)
+    seeing(kind).generate(**arguments, past_key_values=past, **beams)
     for row in range(6):
         assert {*places(kind, layouts[row // 3])} <= {*kept_of(past.keep_set, row)[0][1]} and len(past.events) == 3
 
@@ -164,8 +166,8 @@ def test_images_of_later_turns_and_of_tokens_taken_back() -> None:
     first, second = inputs(kind, (6, None, 5)), inputs(kind, (3, None, 12), seed=1)
     past = keepset.Cache(seeing(kind), "streaming_llm(keep=40, sinks=0, every=20, protect='image')")
     seeing(kind)(**first, past_key_values=past)
-    more = {name: second[name] for name in ("input_ids", "pixel_values")}
-    seeing(kind)(**more, past_key_values=past)
+    later_arguments = {name: second[name] for name in ("input_ids", "pixel_values")}
+    seeing(kind)(**later_arguments, past_key_values=past)
     begins = first["input_ids"].shape[1]
     later = [begins + at for at in places(kind, (3, None, 12))]
     assert past.progress.images == (((6, 22), (later[0], later[-1] + 1)),)
@@ -177,13 +179,13 @@ def test_images_of_later_turns_and_of_tokens_taken_back() -> None:
 
 
 def test_one_prefill_serves_recipes_that_protect_images() -> None:
-    kind, given = "idefics3", inputs("idefics3", LAYOUT)
+    kind, arguments = "idefics3", inputs("idefics3", LAYOUT)
     recipes = [Recipe.parse(f"knorm(keep=12, protect={kind!r})") for kind in ("image", "text")]
-    ids, images = given["input_ids"], {"pixel_values": given["pixel_values"]}
+    ids, images = arguments["input_ids"], {"pixel_values": arguments["pixel_values"]}
     session = PromptSession(seeing(kind), ids, recipes, images=images)
     for recipe in recipes:
         past = keepset.Cache(seeing(kind), recipe)
-        seeing(kind)(**given, past_key_values=past)
+        seeing(kind)(**arguments, past_key_values=past)
         shared = session.compress(recipe).cache.keep_set
         assert kept_of(shared) == kept_of(past.keep_set)
 
@@ -210,16 +212,16 @@ def test_frequencies_measured_on_texts_do_not_rotate_images(method: str, tmp_pat
 
 
 def test_a_saved_context_protects_its_images_further(tmp_path: Path) -> None:
-    kind, given = "llava", inputs("llava", (6, None, 9), (3, None, None, 4))
+    kind, arguments = "llava", inputs("llava", (6, None, 9), (3, None, None, 4))
     recipe = "streaming_llm(keep=20, sinks=0, every=4, protect='image')"
     with torch.no_grad():
-        seeing(kind)(**given, past_key_values=(past := keepset.Cache(seeing(kind), recipe)))
+        seeing(kind)(**arguments, past_key_values=(past := keepset.Cache(seeing(kind), recipe)))
         past.save(tmp_path / "context")
         loaded = keepset.Cache.load(tmp_path / "context", seeing(kind))
-        for each in (past, loaded):
-            seeing(kind).generate(**each.ask(prompt(2, 3)), max_new_tokens=6, **GREEDY)
-            more = torch.cat([given["attention_mask"], torch.ones(2, 9).long()], 1)
-            seeing(kind)(prompt(2, 9), attention_mask=more, past_key_values=each)
+        for cache in (past, loaded):
+            seeing(kind).generate(**cache.ask(prompt(2, 3)), max_new_tokens=6, **GREEDY)
+            longer_mask = torch.cat([arguments["attention_mask"], torch.ones(2, 9).long()], 1)
+            seeing(kind)(prompt(2, 9), attention_mask=longer_mask, past_key_values=cache)
     for row, layout in enumerate([(6, None, 9), (3, None, None, 4)]):
         assert kept_of(loaded.keep_set, row) == kept_of(past.keep_set, row)
         assert {*places(kind, layout)} <= {*kept_of(loaded.keep_set, row)[0][1]}
@@ -232,28 +234,28 @@ def test_a_saved_context_protects_its_images_further(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted({*M_ROPE} - {"qwen3_vl"}))
 def test_a_second_pass_gives_an_image_its_axes(kind: str) -> None:
     """It is the prompt twice, images and all, as the model itself reads that."""
-    given, which = inputs(kind, LAYOUT), SecondPass(frozenset({ColumnStatistic.SUM}))
+    arguments, which = inputs(kind, LAYOUT), SecondPass(frozenset({ColumnStatistic.SUM}))
     twice = {
         name: torch.cat([value] * 2, int(value.ndim == 2 and name.endswith(("ids", "mask"))))
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
     eager = copy.deepcopy(seeing(kind))
     eager.set_attn_implementation("eager")
-    length = given["input_ids"].shape[1]
-    with torch.no_grad(), shown() as seen:
+    length = arguments["input_ids"].shape[1]
+    with torch.no_grad(), shown() as observations:
         layers = eager(**twice, use_cache=False, output_attentions=True).attentions
-        seeing(kind)(**given, past_key_values=keepset.Cache(seeing(kind), looking(which)))
-    for layer, observation in seen.items():
+        seeing(kind)(**arguments, past_key_values=keepset.Cache(seeing(kind), looking(which)))
+    for layer, observation in observations.items():
         expected = layers[layer][0, :, length:, :length].sum(1)
         assert torch.allclose(observation[which].statistics[ColumnStatistic.SUM][0], expected, atol=1e-4)
 
 
 def test_a_second_pass_cannot_show_images_that_are_added_to_later_layers() -> None:
-    model, given = seeing("qwen3_vl"), inputs("qwen3_vl", LAYOUT)
+    model, arguments = seeing("qwen3_vl"), inputs("qwen3_vl", LAYOUT)
     with refusal("^A second pass over this prompt cannot show its images"):
-        model(**given, past_key_values=keepset.Cache(model, "reread(keep=14)"))
+        model(**arguments, past_key_values=keepset.Cache(model, "reread(keep=14)"))
     past = keepset.Cache(model, "reread(keep=14)", task_tokens=prompt(1, 6))
-    model(**given, past_key_values=past)
+    model(**arguments, past_key_values=past)
     assert past.keep_set.counts.sum() == 14 * past.keep_set.counts.numel()
 
 
@@ -261,31 +263,31 @@ def test_a_second_pass_cannot_show_images_that_are_added_to_later_layers() -> No
 def test_a_cache_goes_on_where_its_own_image_ends(kind: str, tmp_path: Path) -> None:
     """The model remembers positions of its newest prompt alone, and the cache those of its own."""
     question = prompt(1, 6, 3)
-    given, another = inputs(kind, LAYOUT), inputs(kind, (4, None, 3, None, 5, None, 3), seed=2)
+    arguments, another = inputs(kind, LAYOUT), inputs(kind, (4, None, 3, None, 5, None, 3), seed=2)
     with_question = {
         name: torch.cat(
             [value, question if name == "input_ids" else torch.full_like(question, name == "attention_mask")], 1
         )
-        if value.shape == given["input_ids"].shape
+        if value.shape == arguments["input_ids"].shape
         else value
-        for name, value in given.items()
+        for name, value in arguments.items()
     }
     expected = said(kind, own(kind), with_question)
     past = keepset.Cache(seeing(kind), "knorm(keep=1.0)")
     with torch.no_grad():
-        seeing(kind)(**given, past_key_values=past)
-        seeing(kind)(**another, past_key_values=(other := keepset.Cache(seeing(kind), "knorm(keep=1.0)")))
-        asked = seeing(kind).generate(**past.ask(question), max_new_tokens=NEW, **GREEDY)
-        assert torch.equal(asked.sequences[0, -NEW:], expected.sequences[0, -NEW:])
+        seeing(kind)(**arguments, past_key_values=past)
+        seeing(kind)(**another, past_key_values=(second_past := keepset.Cache(seeing(kind), "knorm(keep=1.0)")))
+        answer = seeing(kind).generate(**past.ask(question), max_new_tokens=NEW, **GREEDY)
+        assert torch.equal(answer.sequences[0, -NEW:], expected.sequences[0, -NEW:])
         logits = seeing(kind)(question, past_key_values=past.fork()).logits[:, -1]
         assert torch.allclose(logits, expected.logits[0], atol=1e-3)
         past.save(tmp_path / "context")
         loaded = keepset.Cache.load(tmp_path / "context", seeing(kind))
         assert loaded.progress.images == past.progress.images
-        asked = seeing(kind).generate(**loaded.ask(question), max_new_tokens=NEW, **GREEDY)
-        assert torch.equal(asked.sequences[0, -NEW:], expected.sequences[0, -NEW:])
+        answer = seeing(kind).generate(**loaded.ask(question), max_new_tokens=NEW, **GREEDY)
+        assert torch.equal(answer.sequences[0, -NEW:], expected.sequences[0, -NEW:])
         first = past.fork()
-        together, errors = go_together(seeing(kind), [other.fork(), first], question.expand(2, -1))
+        together, errors = go_together(seeing(kind), [second_past.fork(), first], question.expand(2, -1))
         assert not errors and torch.allclose(together[1], expected.logits[0][0], atol=1e-3)
         past.reset()
         text = prompt(1, 20)

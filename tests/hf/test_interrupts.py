@@ -56,10 +56,10 @@ def stopped_at(number: int) -> Iterator[None]:
 
 def places(run: Any) -> list[int]:
     """Places at which to stop a call: all of them, or in the fast tier some."""
-    seen = [0]
+    calls = [0]
 
     def count(*args: Any) -> None:
-        seen[0] += 1
+        calls[0] += 1
 
     hooks = register_module_forward_pre_hook(count), register_module_forward_hook(count)
     try:
@@ -67,7 +67,7 @@ def places(run: Any) -> list[int]:
     finally:
         for hook in hooks:
             hook.remove()
-    return list(range(0, seen[0], 1 if FULL else max(seen[0] // 9, 1)))
+    return list(range(0, calls[0], 1 if FULL else max(calls[0] // 9, 1)))
 
 
 @pytest.mark.cross
@@ -85,15 +85,15 @@ def test_after_an_interrupt_anywhere(architecture: str, recipe: str, padding: li
         pytest.skip(str(error))
     expected = feed(model, cache.fork(), *after)
     refused = 0
-    for place in places(lambda: feed(model, cache.fork(), *after)):
+    for call in places(lambda: feed(model, cache.fork(), *after)):
         past = cache.fork()
-        with stopped_at(place):
+        with stopped_at(call):
             feed(model, past, *after)
         refused += goes_on_or_refuses(model, past, after, expected, tmp_path)
     assert refused
-    for place in places(lambda: feed(model, keepset.Cache(model, recipe), *before)):
+    for call in places(lambda: feed(model, keepset.Cache(model, recipe), *before)):
         past = keepset.Cache(model, recipe)
-        with stopped_at(place):
+        with stopped_at(call):
             feed(model, past, *before)
         if past.progress is None and not past._is_changed:
             feed(model, past, *before)
@@ -198,7 +198,7 @@ def test_a_mask_that_hides_cached_tokens_is_refused(new: int, recipe: str) -> No
     hidden, shown = mask.clone(), torch.ones_like(mask)
     hidden[0, 5:12] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, LENGTH:]
-    for other in (hidden, shown):
+    for wrong_mask in (hidden, shown):
         with refusal("hides tokens that the cache holds"), torch.no_grad():
-            model(ids[:, LENGTH:], attention_mask=other, position_ids=positions, past_key_values=cache)
+            model(ids[:, LENGTH:], attention_mask=wrong_mask, position_ids=positions, past_key_values=cache)
     assert torch.equal(feed(model, cache, ids[:, LENGTH:], mask), expected)

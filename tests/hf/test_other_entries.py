@@ -108,13 +108,13 @@ def test_batches_files_forks_and_tokens_taken_back(kind: str, recipe: str, tmp_p
 
     gone_on, expected = past.fork(), answered(past)
     gone_on.save(tmp_path / "context")
-    for each in (keepset.Cache.load(tmp_path / "context", model), gone_on):
-        assert torch.equal(answered(each), expected)
+    for continued in (keepset.Cache.load(tmp_path / "context", model), gone_on):
+        assert torch.equal(answered(continued), expected)
     if "every" in recipe:  # queries that wait for the next event are in the file
         model(prompt(2, 2), past_key_values=gone_on, use_cache=True)
         gone_on.save(tmp_path / "later")
         later, new = keepset.Cache.load(tmp_path / "later", model), prompt(2, 4, seed=2)
-        ours, right = (model(new, past_key_values=each, use_cache=True).logits for each in (later, gone_on))
+        ours, right = (model(new, past_key_values=cache, use_cache=True).logits for cache in (later, gone_on))
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
     elif kind in LATENTS:  # the others' sliding windows take nothing back
         full = keepset.Cache(model, recipe)
@@ -171,14 +171,14 @@ def test_a_method_sees_the_queries_of_all_layers(kind: str) -> None:
 def test_a_second_pass_counts_what_all_layers_pay(kind: str) -> None:
     model, ids = shared(kind), prompt(1, LENGTH)
     which = SecondPass(frozenset(ColumnStatistic))
-    (seen,) = Recorder(model, Needs(which)).prefill(ids).observations
+    (observations,) = Recorder(model, Needs(which)).prefill(ids).observations
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     attentions = eager(torch.cat([ids, ids], 1), use_cache=False, output_attentions=True).attentions
     paid = in_groups([attentions[layer][0, :, LENGTH:, :LENGTH] for layer in READERS[kind]])
     expected = {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}
     for name, right in expected.items():
-        torch.testing.assert_close(seen[which].statistics[name][0], right, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(observations[which].statistics[name][0], right, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()
@@ -229,33 +229,33 @@ def test_what_methods_see_makes_the_models_own_attention(kind: str) -> None:
         SecondPass(frozenset({ColumnStatistic.MAX})),
     )
     needs = Needs(RecentQueries(6), columns, projection, QueryMoments(4), second)
-    seen = Recorder(model, needs).prefill(ids).observations[1]
-    assert seen.keys.shape == (1, 1, LENGTH, LATENT + ROTATED) and seen.values.shape[-1] == LATENT
+    observations = Recorder(model, needs).prefill(ids).observations[1]
+    assert observations.keys.shape == (1, 1, LENGTH, LATENT + ROTATED) and observations.values.shape[-1] == LATENT
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     paid = eager(ids, use_cache=False, output_attentions=True).attentions[1][0]
-    torch.testing.assert_close(seen.window_attention(6)[0], paid[:, -6:], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(seen[columns][0], paid.sum(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(observations.window_attention(6)[0], paid[:, -6:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(observations[columns][0], paid.sum(1), rtol=1e-4, atol=1e-5)
     twice = eager(torch.cat([ids, ids], 1), use_cache=False, output_attentions=True).attentions[1][0]
     received = twice[:, LENGTH:, :LENGTH].amax(1)
-    torch.testing.assert_close(seen[second].statistics[ColumnStatistic.MAX][0], received, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(observations[second].statistics[ColumnStatistic.MAX][0], received, rtol=1e-3, atol=1e-5)
     # What an entry adds to the layer's output by each head.
-    module, made = eager.model.layers[1].self_attn, {}
-    module.register_forward_pre_hook(lambda *call: made.update(hidden=call[2]["hidden_states"]), with_kwargs=True)
+    module, computed = eager.model.layers[1].self_attn, {}
+    module.register_forward_pre_hook(lambda *call: computed.update(hidden=call[2]["hidden_states"]), with_kwargs=True)
     eager(ids, use_cache=False)
-    cached = module.kv_a_layernorm(module.kv_a_proj_with_mqa(made["hidden"])[..., :LATENT])
-    torch.testing.assert_close(seen.values[0, 0], cached[0], rtol=1e-4, atol=1e-5)
+    cached = module.kv_a_layernorm(module.kv_a_proj_with_mqa(computed["hidden"])[..., :LATENT])
+    torch.testing.assert_close(observations.values[0, 0], cached[0], rtol=1e-4, atol=1e-5)
     values = module.kv_b_proj(cached[0]).unflatten(-1, (HEADS, -1))[..., -module.v_head_dim :]
     weight = module.o_proj.weight.T.unflatten(0, (HEADS, -1))
     expected = torch.einsum("nhv,hvd->hnd", values, weight)
-    torch.testing.assert_close(seen.values[0] @ seen[projection], expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(observations.values[0] @ observations[projection], expected, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()
 def test_queries_before_rotation_are_those_of_position_0() -> None:
     """Rotated to any position, their products with keys are those of the model there."""
     model, ids = latent("deepseek_v3"), prompt(1, LENGTH)
-    seen = Recorder(model, Needs(QueryMoments(0), RecentQueries(1))).prefill(ids).observations[0]
+    observations = Recorder(model, Needs(QueryMoments(0), RecentQueries(1))).prefill(ids).observations[0]
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("plain")
     still = plain.model.layers[0].self_attn
@@ -268,18 +268,18 @@ def test_queries_before_rotation_are_those_of_position_0() -> None:
     nope = unrotated.shape[-1] - ROTATED
     up = still.kv_b_proj.weight.unflatten(0, (HEADS, -1))[:, :nope]
     expected = torch.cat([unrotated[..., :nope] @ up, unrotated[..., nope:]], -1).mean(1)
-    torch.testing.assert_close(seen[QueryMoments(0)].mean[0], expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(observations[QueryMoments(0)].mean[0], expected, rtol=1e-3, atol=1e-4)
 
 
 @torch.no_grad()
 def test_bytes_are_those_of_latents() -> None:
     model, ids = latent("deepseek_v3"), prompt(2, LENGTH)
     past, whole = keepset.Cache(model, "knorm(keep=12)"), DynamicCache(config=model.config)
-    for each in (past, whole):
-        model(ids, past_key_values=each, use_cache=True)
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers)
-    assert held == 2 * 2 * LENGTH * (LATENT + ROTATED) * 4 == past.nbytes_full == past.events[0].nbytes_before
-    assert past.keep_set.nbytes == held * 12 // LENGTH
+    for layer in (past, whole):
+        model(ids, past_key_values=layer, use_cache=True)
+    entries = sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers)
+    assert entries == 2 * 2 * LENGTH * (LATENT + ROTATED) * 4 == past.nbytes_full == past.events[0].nbytes_before
+    assert past.keep_set.nbytes == entries * 12 // LENGTH
     positions = 2 * 2 * 12 * 4
     assert past.nbytes == past.keep_set.nbytes + positions and past.share == pytest.approx(12 / LENGTH, rel=0.2)
 
@@ -289,11 +289,11 @@ def test_what_latents_refuse() -> None:
     model, ids = latent("deepseek_v3"), prompt(1, LENGTH)
     with refusal("no value can be replaced by itself: leave match out of the recipe"):
         generate(model, ids, keepset.Cache(model, "match(knorm, keep=12)"), max_new_tokens=2)
-    other = build("deepseek_v3")
-    expand = other.model.layers[0].self_attn.expand_kv
-    other.model.layers[0].self_attn.expand_kv = lambda *parts: tuple(2 * part for part in expand(*parts))
+    refused_text = build("deepseek_v3")
+    expand = refused_text.model.layers[0].self_attn.expand_kv
+    refused_text.model.layers[0].self_attn.expand_kv = lambda *parts: tuple(2 * part for part in expand(*parts))
     with refusal("DeepseekV3Attention makes keys and values of what it caches in a way that keepset does not know"):
-        generate(other, ids, keepset.Cache(other, "knorm(keep=12)"), max_new_tokens=2)
+        generate(refused_text, ids, keepset.Cache(refused_text, "knorm(keep=12)"), max_new_tokens=2)
 
 
 @torch.no_grad()

@@ -27,9 +27,9 @@ WINDOWS = (1, 8)
 PERPLEXITIES = tuple(map(Perplexity, WINDOWS))
 
 
-def cache_of(model: Any, *more: Feature[Any], **options: Any) -> keepset.Cache:
+def cache_of(model: Any, *features: Feature[Any], **options: Any) -> keepset.Cache:
     Looking.shown.clear()
-    return keepset.Cache(model, looking(*PERPLEXITIES, *more), **options)
+    return keepset.Cache(model, looking(*PERPLEXITIES, *features), **options)
 
 
 @torch.no_grad()
@@ -73,12 +73,12 @@ def test_callers_get_the_logits_that_they_asked_for(asked: Any, side: str) -> No
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         plain = model(ids, **options, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
-        own = model(
+        expected = model(
             ids, past_key_values=cache_of(model), **options, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
         ).logits
-    assert own.shape == plain.shape
+    assert expected.shape == plain.shape
     if side == "none":
-        torch.testing.assert_close(own, plain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(expected, plain, rtol=1e-4, atol=1e-4)
     check(model, ids, mask)
 
 
@@ -96,21 +96,21 @@ def test_with_a_second_pass_and_in_a_shared_prefill() -> None:
     again = SecondPass(frozenset({ColumnStatistic.SUM}))
     generate(model, ids, cache_of(model, again), max_new_tokens=1)
     check(model, ids, torch.ones_like(ids))
-    assert all(seen[again] for seen in Looking.shown.values())
+    assert all(observation[again] for observation in Looking.shown.values())
     recorder = Recorder(model, Needs(*PERPLEXITIES))
     recorder.prefill(ids)
-    for seen in recorder.observations:
-        assert torch.equal(seen[Perplexity(8)], Looking.shown[0][Perplexity(8)])
+    for observation in recorder.observations:
+        assert torch.equal(observation[Perplexity(8)], Looking.shown[0][Perplexity(8)])
 
 
 def test_a_fork_in_the_middle_of_a_prompt_goes_its_own_way() -> None:
-    model, ids, other = tiny("llama"), prompt(1, LENGTH), prompt(1, LENGTH, seed=3)
+    model, ids, another = tiny("llama"), prompt(1, LENGTH), prompt(1, LENGTH, seed=3)
     cache = cache_of(model, prompt_length=LENGTH)
     with torch.no_grad():
         model(ids[:, :20], past_key_values=cache, logits_to_keep=1)
         twin = cache.fork()
-        model(other[:, 20:], past_key_values=twin, logits_to_keep=1)
-        mixed = torch.cat([ids[:, :20], other[:, 20:]], 1)
+        model(another[:, 20:], past_key_values=twin, logits_to_keep=1)
+        mixed = torch.cat([ids[:, :20], another[:, 20:]], 1)
         check(model, mixed, torch.ones_like(ids))
         model(ids[:, 20:], past_key_values=cache, logits_to_keep=1)
     check(model, ids, torch.ones_like(ids))

@@ -38,8 +38,8 @@ def test_shared_prefill_is_as_good_as_ones_own(architecture: str) -> None:
     for text in RECIPES:
         cached = session.compress(text)
         shared = cached.cache
-        own = keepset.Cache(model, text)
-        torch.testing.assert_close(follow(model, own, ids)[:, -1], cached.logits, rtol=1e-4, atol=1e-5)
-        assert same_keep_set(shared.keep_set, own.keep_set), text
-        assert (shared.nbytes, shared.get_seq_length()) == (own.nbytes, LENGTH)
-        torch.testing.assert_close(follow(model, shared, after), follow(model, own, after), rtol=1e-4, atol=1e-5)
+        alone = keepset.Cache(model, text)
+        torch.testing.assert_close(follow(model, alone, ids)[:, -1], cached.logits, rtol=1e-4, atol=1e-5)
+        assert same_keep_set(shared.keep_set, alone.keep_set), text
+        assert (shared.nbytes, shared.get_seq_length()) == (alone.nbytes, LENGTH)
+        torch.testing.assert_close(follow(model, shared, after), follow(model, alone, after), rtol=1e-4, atol=1e-5)

@@ -33,7 +33,7 @@ class Both(Method):
 
     @property
     def sums(self) -> list[WindowAttention]:
-        rules = [WindowAttention(self.window, sums_of=each) for each in GroupReduction]
+        rules = [WindowAttention(self.window, sums_of=reduction) for reduction in GroupReduction]
         return [*rules, WindowAttention(self.window, history=True), WindowAttention(3)]
 
     @cached_property
@@ -69,12 +69,12 @@ def test_sums_are_those_that_the_windows_queries_give(
             return
         for feature in method.sums:
             window = min(feature.window, every)
-            ours, theirs = observation[feature], feature.made(observation, window)
-            assert ours.window == theirs.window == window
+            ours, right = observation[feature], feature.made(observation, window)
+            assert ours.window == right.window == window
             exact = dtype == torch.float32
             close = dict(rtol=1e-5, atol=1e-6) if exact else dict(rtol=1e-2, atol=1e-3)
             torch.testing.assert_close(
-                ours.attention_sums[observation.valid], theirs.attention_sums[observation.valid], **close
+                ours.attention_sums[observation.valid], right.attention_sums[observation.valid], **close
             )
             compared += 1
         usage = observation.by_query_group(observation.window_usage(min(6, every)))
@@ -163,10 +163,10 @@ def test_what_is_added_up_is_not_taken_back_in_part() -> None:
     model(prompt(1, 5), past_key_values=past)
     past.crop(-1)  # which waits
     model(prompt(1, 2), past_key_values=past)
-    held = past.nbytes
+    nbytes = past.nbytes
     with refusal("added up for the next compression already"):
         past.crop(-3)
-    assert past.nbytes == held and past.get_seq_length() == 34
+    assert past.nbytes == nbytes and past.get_seq_length() == 34
     past.crop(27)  # all of the window
     assert past.get_seq_length() == 27
 

@@ -284,10 +284,10 @@ def test_a_cache_is_saved_and_not_pickled(write: Callable[[keepset.Cache], None]
         write(keepset.Cache(tiny("llama"), "knorm(keep=12)"))
 
 
-@pytest.mark.parametrize("told", [dict(use_cache=False), dict(generation_config=GenerationConfig(use_cache=False))])
-def test_a_cache_that_is_not_to_be_used(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [dict(use_cache=False), dict(generation_config=GenerationConfig(use_cache=False))])
+def test_a_cache_that_is_not_to_be_used(options: dict[str, Any]) -> None:
     with refusal("use_cache=False"):
-        tiny("llama").generate(prompt(1, 5), past_key_values=keepset.Cache(tiny("llama"), "knorm(keep=12)"), **told)
+        tiny("llama").generate(prompt(1, 5), past_key_values=keepset.Cache(tiny("llama"), "knorm(keep=12)"), **options)
 
 
 @pytest.mark.skipif(GPU, reason="dynamic quantization is for CPUs")
@@ -296,8 +296,8 @@ def test_activations_that_are_quantized_together_are_named() -> None:
     """Keys need no query, so methods that look at them run."""
     model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(tiny("llama")), {torch.nn.Linear}, dtype=torch.qint8)
     past = keepset.Cache(model, "knorm(keep=1.0)")
-    said, own = (generate(model, prompt(1, LENGTH), each, max_new_tokens=3).sequences for each in (past, None))
-    assert torch.equal(said, own)
+    said, expected = (generate(model, prompt(1, LENGTH), cache, max_new_tokens=3).sequences for cache in (past, None))
+    assert torch.equal(said, expected)
     with refusal("rounds a token's query by what else is in the call"):
         generate(
             model, prompt(1, LENGTH), keepset.Cache(model, "expected_attention(future=8, keep=12)"), max_new_tokens=1
@@ -316,8 +316,8 @@ def rotated_by_length(kind: str) -> Any:
     factors |= {"short_mscale": 1.1, "long_mscale": 1.2} if kind == "phimoe" else {}
     rotation = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": SHORT, **factors}
     lengths = dict(max_position_embeddings=256, original_max_position_embeddings=SHORT, sliding_window=None)
-    more = dict(num_local_experts=2, num_experts_per_tok=2) if kind == "phimoe" else {}
-    return with_random_weights(untrained(kind, rope_parameters=rotation, **lengths, **more))
+    experts = dict(num_local_experts=2, num_experts_per_tok=2) if kind == "phimoe" else {}
+    return with_random_weights(untrained(kind, rope_parameters=rotation, **lengths, **experts))
 
 
 @pytest.mark.parametrize("kind", ["phi3", "phimoe"])
@@ -380,10 +380,10 @@ def test_a_cache_tells_what_it_holds(keep: float, every: str, length: int, then:
         model(prompt(1, tokens), past_key_values=cache)
     heads = sum(layer.store.kv_heads for layer in cache.managed_layers.values())
     entry, kept, tokens = 2 * 16 * 4 * heads, int(keep if every else keep * length) + then, length + then
-    held = kept * (entry + 4 * heads)  # with positions
-    beside = cache.nbytes - held
+    entries_nbytes = kept * (entry + 4 * heads)  # with positions
+    workspace = cache.nbytes - entries_nbytes
     assert cache.nbytes_full == tokens * entry
-    more = f", {beside / 1e6:.1f} MB more for what comes" if then else ""
-    assert (beside >= 50_000) is bool(then) and (beside == 0) is not bool(then)
-    sizes = f"{held / 1e6:.1f} MB of {tokens * entry / 1e6:.1f}{more}"
+    room = f", {workspace / 1e6:.1f} MB more for what comes" if then else ""
+    assert (workspace >= 50_000) is bool(then) and (workspace == 0) is not bool(then)
+    sizes = f"{entries_nbytes / 1e6:.1f} MB of {tokens * entry / 1e6:.1f}{room}"
     assert repr(cache) == f"Cache({recipe}: {kept} of {tokens} tokens, {sizes})"

@@ -51,7 +51,7 @@ def received(
     """All that each entry receives, by layer and query head."""
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("plain")
-    told: dict[int, list[dict[int, list[float]]]] = {}
+    by_layer: dict[int, list[dict[int, list[float]]]] = {}
     for tokens, entries in passes(model, context, chunk, opening, turn):
         PLAIN.clear()
         plain(torch.tensor([context + tokens]), use_cache=False)
@@ -59,20 +59,22 @@ def received(
         for layer, (queries, keys, scaling) in PLAIN.items():
             every = keys.repeat_interleave(len(queries) // len(keys), 0).double()
             logits = (queries.double() @ every.transpose(1, 2) * scaling).tolist()
-            heads = told.setdefault(layer, [{} for _ in logits])
+            heads = by_layer.setdefault(layer, [{} for _ in logits])
             for head, rows in zip(heads, logits, strict=True):
                 for at in range(len(context), len(context) + len(tokens)):
-                    seen = [*first, *entries, *range(len(context), at + 1)]
-                    paid = softmax([rows[at][place] for place in seen])
-                    for place, weight in zip(seen[len(first) :], paid[len(first) :], strict=True):
-                        if place in entries:
-                            head.setdefault(place, []).append(weight)
-    return told
+                    visible = [*first, *entries, *range(len(context), at + 1)]
+                    paid = softmax([rows[at][index] for index in visible])
+                    for index, weight in zip(visible[len(first) :], paid[len(first) :], strict=True):
+                        if index in entries:
+                            head.setdefault(index, []).append(weight)
+    return by_layer
 
 
 def observed(model: Any, recipe: str, ids: Tensor, padding: list[int]) -> tuple[dict[int, Observation], keepset.Cache]:
     found: dict[int, Observation] = {}
-    cache = keepset.Cache(model, recipe, observer=lambda seen, budget, kept: found.update({seen.layer: seen}))
+    cache = keepset.Cache(
+        model, recipe, observer=lambda observation, budget, kept: found.update({observation.layer: observation})
+    )
     ids, mask = left_padded(ids, padding)
     generate(model, ids, cache, mask, max_new_tokens=1)
     return found, cache
@@ -92,14 +94,14 @@ def check(
     assert found
     for request, pad in enumerate(padding):
         context, opening = ids[request, pad:].tolist(), options.get("opening", 0)
-        told = received(model, context, chunk, **options)
+        by_layer = received(model, context, chunk, **options)
         ran = sum(len(tokens) for tokens, _ in passes(model, context, chunk, opening, options.get("turn", TURN)))
         for layer, observation in found.items():
             scores = cache.recipe.method.score(observation)[request]
-            group = len(told[layer]) // len(scores)
+            group = len(by_layer[layer]) // len(scores)
             for head, row in enumerate(scores):
-                heads = told[layer][head * group : (head + 1) * group]
-                expected = [max(worth(statistic, each[entry], ran) for each in heads) for entry in sorted(heads[0])]
+                heads = by_layer[layer][head * group : (head + 1) * group]
+                expected = [max(worth(statistic, member[entry], ran) for member in heads) for entry in sorted(heads[0])]
                 assert row[:opening].isinf().all() and sorted(heads[0])[0] == opening
                 torch.testing.assert_close(row[opening : opening + len(expected)].tolist(), expected, **tolerance)
 
@@ -171,24 +173,24 @@ def test_the_best_of_all_heads_and_layers_stay(padding: list[int]) -> None:
     _, cache = observed(model, "kvzip(chunk=20, sinks=0, keep=0.3)", ids, padding)
     assert cache.nbytes < 0.5 * observed(model, "kvzip(keep=1.0)", ids, padding)[1].nbytes
     for request, pad in enumerate(padding):
-        told = received(model, ids[request, pad:].tolist(), 20)
+        by_layer = received(model, ids[request, pad:].tolist(), 20)
         scores = {
-            (layer, head, entry): max(max(heads[2 * head + each][entry]) for each in range(2))
-            for layer, heads in told.items()
+            (layer, head, entry): max(max(heads[2 * head + member][entry]) for member in range(2))
+            for layer, heads in by_layer.items()
             for head in range(2)
             for entry in heads[0]
         }
         best = sorted(scores, key=scores.__getitem__, reverse=True)
-        wanted = int(0.3 * 4 * (LENGTH - pad))
-        assert scores[best[wanted - 1]] - scores[best[wanted]] > 1e-6
+        count = int(0.3 * 4 * (LENGTH - pad))
+        assert scores[best[count - 1]] - scores[best[count]] > 1e-6
         kept = cache.keep_set
         pairs = itertools.product(range(2), repeat=2)
-        assert {(*at, p) for at in pairs for p in kept.positions(at[0], request, at[1]).tolist()} == set(best[:wanted])
+        assert {(*at, p) for at in pairs for p in kept.positions(at[0], request, at[1]).tolist()} == set(best[:count])
     found, cache = observed(model, "kvzip(uniform=True, sinks=0, keep=9)", ids, padding)
     for layer, observation in found.items():
         for head, row in enumerate(cache.recipe.method.score(observation)[0].tolist()):
-            alike = sorted(sorted(range(LENGTH), key=lambda entry, row=row: -row[entry])[:9])
-            assert cache.keep_set.positions(layer, 0, head).tolist() == alike
+            best_of_head = sorted(sorted(range(LENGTH), key=lambda entry, row=row: -row[entry])[:9])
+            assert cache.keep_set.positions(layer, 0, head).tolist() == best_of_head
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -212,9 +214,9 @@ def test_entries_that_get_nothing_beside_what_is_left_out_are_no_nan() -> None:
     keys = torch.zeros(1, 6, 4)
     keys[0, 1, 0] = 400.0
     queries = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(2, 3, 4)
-    own = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
+    new = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
     sequences = [PackedSequence(3, SoftmaxScope(0, 3, 6))]
     output, statistics = second_pass_attention(
-        queries, (keys, keys), own, Softmax(1.0), [ColumnStatistic.MAX], sequences
+        queries, (keys, keys), new, Softmax(1.0), [ColumnStatistic.MAX], sequences
     )
     assert output[..., 0].eq(400.0).all() and statistics["max"].eq(0).all()

@@ -58,11 +58,11 @@ NEXT = 5 + 6 + 9
 
 @torch.no_grad()
 def test_the_prompts_queries_come_again_after_an_image() -> None:
-    model, inputs, seen = seeing(KIND), with_image(), {}
+    model, inputs, observations = seeing(KIND), with_image(), {}
     length, decoder = inputs["input_ids"].shape[1], model.model.language_model
 
     def observe(observation: Observation, budget: Any, keep_set: Any) -> None:
-        seen[observation.layer] = observation
+        observations[observation.layer] = observation
 
     model.set_attn_implementation("sdpa")
     with hidden_states(decoder) as hidden:
@@ -75,11 +75,11 @@ def test_the_prompts_queries_come_again_after_an_image() -> None:
             turned = rotated(module, decoder.rotary_emb, queries, NEXT)
             if "prompt_queries" in recipe:
                 weights = (turned @ keys.repeat_interleave(2, 0).transpose(1, 2) / 4).softmax(-1)
-                theirs = weights.square().mean(1)
-                ours = seen[index][PromptQueryAttention(1)][0]
-                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+                right = weights.square().mean(1)
+                ours = observations[index][PromptQueryAttention(1)][0]
+                torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-6)
             else:
-                mean, _ = seen[index][QueryMoments(0)].ahead(1)
+                mean, _ = observations[index][QueryMoments(0)].ahead(1)
                 torch.testing.assert_close(mean[0], turned.mean(1), rtol=1e-3, atol=1e-5)
     assert length - NEXT == 18
 
@@ -120,12 +120,12 @@ def spoil(weight: Tensor, kind: str, size: int) -> None:
 @torch.no_grad()
 def test_channels_that_are_dead_equal_or_huge(architecture: str, kind: str) -> None:
     """Random weights never have them, and real models do: a norm's scale of Gemma 3 is exactly 0 in one channel."""
-    model, seen, ids = copy.deepcopy(tiny(architecture)), {}, prompt(1, LENGTH)
+    model, observations, ids = copy.deepcopy(tiny(architecture)), {}, prompt(1, LENGTH)
     for layer in model.model.layers:
         spoil(layer.self_attn.q_proj.weight, kind, layer.self_attn.head_dim)
 
     def observe(observation: Observation, budget: Any, keep_set: Any) -> None:
-        seen[observation.layer] = observation
+        observations[observation.layer] = observation
 
     past = keepset.Cache(model, "expected_attention(skip=0, keep=12)", observer=observe)
     with hidden_states(model) as hidden:
@@ -136,6 +136,6 @@ def test_channels_that_are_dead_equal_or_huge(architecture: str, kind: str) -> N
         if hasattr(module, "q_norm"):
             queries = module.q_norm(queries)
         turned = rotated(module, model.model.rotary_emb, queries.transpose(0, 1), LENGTH)
-        mean, _ = seen[index][QueryMoments(0)].ahead(1)
+        mean, _ = observations[index][QueryMoments(0)].ahead(1)
         scale = float(turned.abs().max())
         torch.testing.assert_close(mean[0], turned.mean(1), rtol=1e-3, atol=1e-5 * scale)

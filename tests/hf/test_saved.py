@@ -53,10 +53,10 @@ def contents(past: keepset.Cache) -> list[Tensor]:
     return [column for layer in past.managed_layers.values() for _, column in sorted(layer.store.packed.items())]
 
 
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(
+def same(ours: list[Tensor], right: list[Tensor]) -> bool:
+    return len(ours) == len(right) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in zip(ours, theirs, strict=True)
+        for a, b in zip(ours, right, strict=True)
     )
 
 
@@ -225,7 +225,7 @@ def test_it_means_the_same_when_a_default_has_changed(tmp_path: Path, monkeypatc
     loaded = keepset.Cache.load(tmp_path / "context", model)
     assert str(loaded.recipe) == context_files.header(tmp_path / "context").recipe == said
     mask = extended(mask, 29)
-    assert torch.equal(*(feed(model, each, prompt(2, 9, 1), mask) for each in (past, loaded)))
+    assert torch.equal(*(feed(model, cache, prompt(2, 9, 1), mask) for cache in (past, loaded)))
     assert len(past.events) > 1 and same(contents(past), contents(loaded))
     in_full.cache_clear()
     in_short.cache_clear()
@@ -322,9 +322,9 @@ def test_a_file_that_is_there_stays_unless_told_otherwise(path: Path) -> None:
     before, past = path.read_bytes(), of_model(tiny("llama"))
     with refusal("exists: save to another file, or replace it with force=True"):
         past.save(path)
-    for place in (path.parent, path.parent / "absent" / "context", Path()):
+    for target in (path.parent, path.parent / "absent" / "context", Path()):
         with refusal("cannot be written"):
-            past.save(place)
+            past.save(target)
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
     past.save(path, force=True)
     assert path.read_bytes() != before

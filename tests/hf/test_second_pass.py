@@ -39,9 +39,9 @@ def observed(
     ids, mask = padded_prompt(padding, LENGTH)
     recipe = looking(*(passes or (WHOLE,)))
     cache = keepset.Cache(model, recipe, prompt_length=LENGTH if chunk else None, **options)
-    with shown() as seen:
+    with shown() as observations:
         generate(model, ids, cache, mask, max_new_tokens=1, prefill_chunk_size=chunk)
-    return seen
+    return observations
 
 
 @torch.no_grad()
@@ -49,29 +49,31 @@ def attention(model: Any, context: Tensor, task: Tensor) -> list[Tensor]:
     """Return what each task token pays to each context token, `[query_heads, task, context]` per layer."""
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
-    both = torch.cat([context, task])[None]
-    layers = eager(both, use_cache=False, output_attentions=True).attentions
+    whole = torch.cat([context, task])[None]
+    layers = eager(whole, use_cache=False, output_attentions=True).attentions
     return [layer[0, :, len(context) :, : len(context)].float() for layer in layers]
 
 
-def check(seen: dict[int, Observation], model: Any, padding: list[int], tasks: Any, which: SecondPass = WHOLE) -> None:
+def check(
+    observations: dict[int, Observation], model: Any, padding: list[int], tasks: Any, which: SecondPass = WHOLE
+) -> None:
     """Every layer's statistics against the eager ones; `tasks(request, context)` gives its tokens, one run each."""
     ids = prompt(len(padding), LENGTH)
     tolerance = dict(rtol=1e-4, atol=2e-6) if model.dtype == torch.float32 else dict(rtol=0.05, atol=0.02)
     for request, pad in enumerate(padding):
         context = ids[request, pad:]
         runs = [attention(model, context, task) for task in tasks(request, context)]
-        if len(runs[0]) == len(seen):  # the other layers have no attention
-            runs = [dict(zip(seen, run, strict=True)) for run in runs]
-        for layer, observation in seen.items():
+        if len(runs[0]) == len(observations):  # the other layers have no attention
+            runs = [dict(zip(observations, run, strict=True)) for run in runs]
+        for layer, observation in observations.items():
             paid = torch.cat([run[layer] for run in runs], 1)
-            told = observation[which]
+            columns_of_pass = observation[which]
             expected = {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}
-            assert set(told.statistics) == which.statistics
-            for name, columns in told.statistics.items():
+            assert set(columns_of_pass.statistics) == which.statistics
+            for name, columns in columns_of_pass.statistics.items():
                 torch.testing.assert_close(columns[request, :, : len(context)], expected[name], **tolerance)
                 assert columns[request, :, len(context) :].abs().sum() == 0
-            assert int(told.tokens[request]) == paid.shape[1]
+            assert int(columns_of_pass.tokens[request]) == paid.shape[1]
 
 
 def itself(request: int, context: Tensor) -> list[Tensor]:
@@ -105,28 +107,30 @@ def test_a_prompt_in_chunks_is_seen_whole(architecture: str, prefill: int) -> No
 @pytest.mark.parametrize("padding", [[0], [0, 7, 28]], ids=str)
 def test_every_chunk_follows_the_prompt_anew(architecture: str, padding: list[int]) -> None:
     model = tiny(architecture)
-    seen = observed(model, padding, CHUNKED)
-    check(seen, model, padding, lambda request, context: context.split(10), CHUNKED)
+    observations = observed(model, padding, CHUNKED)
+    check(observations, model, padding, lambda request, context: context.split(10), CHUNKED)
 
 
 @padded_or_not
 def test_known_questions_run_instead_each_by_itself(padding: list[int]) -> None:
     model = tiny("llama")
-    asked = [prompt(2, 5, seed=1), prompt(2, 3, seed=2)]
-    for tasks in (asked, asked[:1]):
-        given = tasks if len(tasks) > 1 else tasks[0]
+    questions = [prompt(2, 5, seed=1), prompt(2, 3, seed=2)]
+    for tasks in (questions, questions[:1]):
+        task_tokens = tasks if len(tasks) > 1 else tasks[0]
         for which in (WHOLE, CHUNKED):
-            seen = observed(model, padding, which, task_tokens=given)
-            check(seen, model, padding, lambda request, _, tasks=tasks: [task[request] for task in tasks], which)
+            observations = observed(model, padding, which, task_tokens=task_tokens)
+            check(
+                observations, model, padding, lambda request, _, tasks=tasks: [task[request] for task in tasks], which
+            )
 
 
 def test_one_question_serves_the_whole_batch_and_beams_repeat_theirs() -> None:
-    model, one, two = tiny("llama"), prompt(1, 5, seed=1), prompt(2, 5, seed=2)
-    check(observed(model, PADDING, task_tokens=one), model, PADDING, lambda request, _: [one[0]])
+    model, question, two = tiny("llama"), prompt(1, 5, seed=1), prompt(2, 5, seed=2)
+    check(observed(model, PADDING, task_tokens=question), model, PADDING, lambda request, _: [question[0]])
     cache = keepset.Cache(model, looking(WHOLE), task_tokens=two)
-    with shown() as seen:
+    with shown() as observations:
         generate(model, prompt(2, LENGTH), cache, max_new_tokens=2, num_beams=3, output_logits=False)
-    rows = seen[0][WHOLE].statistics["sum"]
+    rows = observations[0][WHOLE].statistics["sum"]
     assert rows.shape[0] == 6
     for request in range(2):
         (paid,) = attention(model, prompt(2, LENGTH)[request], two[request])[:1]
@@ -139,26 +143,26 @@ def test_several_passes_in_one_prefill_are_as_each_alone() -> None:
     together = observed(tiny("llama"), PADDING, WHOLE, CHUNKED, fewer)
     for which in (WHOLE, CHUNKED, fewer):
         for layer, observation in observed(tiny("llama"), PADDING, which).items():
-            told, alone = together[layer][which], observation[which]
-            assert set(told.statistics) == which.statistics
-            assert all(torch.equal(told.statistics[name], alone.statistics[name]) for name in which.statistics)
+            columns, alone = together[layer][which], observation[which]
+            assert set(columns.statistics) == which.statistics
+            assert all(torch.equal(columns.statistics[name], alone.statistics[name]) for name in which.statistics)
 
 
 def test_bfloat16_and_a_prompt_of_one_token() -> None:
     half, model = copy.deepcopy(tiny("llama")).bfloat16(), tiny("llama")
     check(observed(half, PADDING), half, PADDING, itself)
-    with shown() as seen:
+    with shown() as observations:
         generate(model, prompt(1, 1), keepset.Cache(model, looking(WHOLE, keep=1)), max_new_tokens=1)
     (paid, *_) = attention(model, prompt(1, 1)[0], prompt(1, 1)[0])
-    torch.testing.assert_close(seen[0][WHOLE].statistics["max"][0], paid[:, 0])
+    torch.testing.assert_close(observations[0][WHOLE].statistics["max"][0], paid[:, 0])
 
 
 def test_embeddings_instead_of_ids() -> None:
     model = tiny("llama")
     embeds = model.get_input_embeddings()(prompt(2, LENGTH))
-    with torch.no_grad(), shown() as seen:
+    with torch.no_grad(), shown() as observations:
         model(inputs_embeds=embeds, past_key_values=keepset.Cache(model, looking(WHOLE)), use_cache=True)
-    check(seen, model, [0, 0], itself)
+    check(observations, model, [0, 0], itself)
 
 
 # --- the forward around it does not notice
@@ -177,9 +181,9 @@ def test_the_model_goes_on_as_if_nothing_had_run(architecture: str, padding: lis
     if architecture == "llama":
         repeats = keepset.Cache(model, "kvzip(chunk=10, keep=1.0)")
         assert torch.equal(generate(model, ids, repeats, mask, **options).sequences, expected.sequences)
-    for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
-        assert len(ours) == len(theirs)
-        for a, b in zip(ours, theirs, strict=True):
+    for ours, right in zip(output.hidden_states, expected.hidden_states, strict=True):
+        assert len(ours) == len(right)
+        for a, b in zip(ours, right, strict=True):
             torch.testing.assert_close(a * mask[:, -1:, None], b * mask[:, -1:, None], rtol=1e-3, atol=1e-4)
 
 
@@ -203,9 +207,9 @@ def test_hidden_states_that_a_method_looks_at_are_those_of_the_prompt() -> None:
             generate(model, prompt(2, LENGTH), keepset.Cache(model, recipe), max_new_tokens=1)
         return [
             part
-            for seen in layers.values()
-            for of_hidden in [seen[HiddenMoments(0)]]
-            for part in (*seen[QueryMoments(0)].ahead(5), of_hidden.mean, of_hidden.queries(hidden, 5))
+            for observation in layers.values()
+            for of_hidden in [observation[HiddenMoments(0)]]
+            for part in (*observation[QueryMoments(0)].ahead(5), of_hidden.mean, of_hidden.queries(hidden, 5))
         ]
 
     for ours, alone in zip(ahead(WHOLE), ahead(), strict=True):
@@ -218,11 +222,13 @@ def test_the_recorder_and_its_caches() -> None:
     recorder = Recorder(model, recipe.method.traits.needs)
     recorder.prefill(ids)
     shared = keepset.Cache.from_prompt(model, recipe, recorder, recorder.observations)
-    own = keepset.Cache(model, recipe)
-    generate(model, ids, own, max_new_tokens=1)
-    assert torch.equal(shared.keep_set.mask(LENGTH), own.keep_set.mask(LENGTH))
-    one, both = (recorder.seconds_for(looking(*passes).method.traits.needs) for passes in ((WHOLE,), (WHOLE, CHUNKED)))
-    assert recorder.seconds < one < both
+    alone = keepset.Cache(model, recipe)
+    generate(model, ids, alone, max_new_tokens=1)
+    assert torch.equal(shared.keep_set.mask(LENGTH), alone.keep_set.mask(LENGTH))
+    once, twice = (
+        recorder.seconds_for(looking(*passes).method.traits.needs) for passes in ((WHOLE,), (WHOLE, CHUNKED))
+    )
+    assert recorder.seconds < once < twice
 
 
 # --- refused

@@ -40,11 +40,13 @@ def test_statistics_of_the_prompt_itself_choose_as_its_own_moments_do(name: str,
     """The file's rotation is used in one, the model's own modules in the other."""
     ids, file = prompt(1, 40, seed=2), tmp_path / "stats"
     save(measure(tiny(name), Corpus([ids[0]], "0", 0)), file)
-    own = compressed(tiny(name), "expected_attention(future=16, keep=13)", ids)
+    from_prompt = compressed(tiny(name), "expected_attention(future=16, keep=13)", ids)
     measured = compressed(tiny(name), f"expected_attention(future=16, stats={str(file)!r}, keep=13)", ids)
-    assert same_keep_set(own, measured)
-    other = statistics(name)
-    assert not same_keep_set(own, compressed(tiny(name), f"expected_attention(stats={str(other)!r}, keep=13)", ids))
+    assert same_keep_set(from_prompt, measured)
+    other_file = statistics(name)
+    assert not same_keep_set(
+        from_prompt, compressed(tiny(name), f"expected_attention(stats={str(other_file)!r}, keep=13)", ids)
+    )
 
 
 def plain_keys(model: Any, ids: Tensor) -> list[Tensor]:
@@ -107,15 +109,15 @@ def test_what_has_no_statistics_or_those_of_another_shape_is_refused(
 
 
 def test_statistics_of_other_weights_are_refused_at_once(tmp_path: Path) -> None:
-    file, other = str(statistics("llama")), copy.deepcopy(tiny("llama"))
-    keepset.Cache(copy.deepcopy(other).to(torch.bfloat16), f"qfilter(stats={file!r}, keep=8)")
+    file, another = str(statistics("llama")), copy.deepcopy(tiny("llama"))
+    keepset.Cache(copy.deepcopy(another).to(torch.bfloat16), f"qfilter(stats={file!r}, keep=8)")
     with torch.no_grad():
-        other.get_parameter("model.layers.0.self_attn.q_proj.weight").neg_()
+        another.get_parameter("model.layers.0.self_attn.q_proj.weight").neg_()
     with pytest.raises(keepset.KeepsetError, match="are of another model of this shape, with other weights"):
-        keepset.Cache(other, f"qfilter(stats={file!r}, keep=8)")
+        keepset.Cache(another, f"qfilter(stats={file!r}, keep=8)")
     # What a server finds in a model's folder.
     tiny("llama").save_pretrained(tmp_path / "own")
-    other.save_pretrained(tmp_path / "other")
+    another.save_pretrained(tmp_path / "other")
     recipe = keepset.Recipe.parse(f"qfilter(stats={file!r}, keep=8)")
     check_recipe(recipe, str(tmp_path / "own"))
     with pytest.raises(keepset.KeepsetError, match="was made for another model than"):
@@ -188,20 +190,20 @@ def test_what_does_not_go_is_said(tmp_path: Path) -> None:
 
 def test_tables_are_a_models_own(tmp_path: Path) -> None:
     """Another model of the same shape is refused; the tables' own model is not, in whatever precision."""
-    model, other = tiny("llama"), copy.deepcopy(tiny("llama"))
+    model, changed = tiny("llama"), copy.deepcopy(tiny("llama"))
     with torch.no_grad():
-        other.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.01)
+        changed.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.01)
     path = str(tmp_path / "tables")
-    known = {"model": {"name": "tiny", "sample": sample(model)}}
-    save_tables(dataclasses.replace(random_tables(*shape_of(model)), provenance=known), Path(path))
+    provenance = {"model": {"name": "tiny", "sample": sample(model)}}
+    save_tables(dataclasses.replace(random_tables(*shape_of(model)), provenance=provenance), Path(path))
     recipe = f"compilerkv(tables={path!r}, window=5, keep=20)"
     generate(model, prompt(1, LENGTH), keepset.Cache(model, recipe), max_new_tokens=1)
     for dtype in (torch.bfloat16, torch.float16):
         keepset.Cache(copy.deepcopy(model).to(dtype), recipe)
-    for another in (other, tiny("qwen2")):
+    for another in (changed, tiny("qwen2")):
         with pytest.raises(keepset.KeepsetError, match="are of another model of this shape, with other weights"):
             keepset.Cache(another, recipe)
-    keepset.Cache(other, recipe.replace("window", "head_table=False, gate=False, window"))  # which reads none
+    keepset.Cache(changed, recipe.replace("window", "head_table=False, gate=False, window"))  # which reads none
 
 
 @pytest.mark.parametrize(("name", "keep"), [("llama", 6), ("llama_mqa", 20), ("llama", 39)])

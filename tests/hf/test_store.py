@@ -66,7 +66,7 @@ class Walk:
         ]
         columns = self.columns(heads)
         if self.draw.random() < 0.5:  # laid out token by token, as models make them
-            columns = {name: each.transpose(1, 2).contiguous().transpose(1, 2) for name, each in columns.items()}
+            columns = {name: column.transpose(1, 2).contiguous().transpose(1, 2) for name, column in columns.items()}
         self.pairs = [self.kept(columns, heads, EntryStore.pack)]
         if bits != 32:
             self.pairs[0].store.quantize(bits)
@@ -74,14 +74,14 @@ class Walk:
     def run(self, steps: int) -> None:
         operations = [self.append, self.append, self.keep, self.reorder, self.crop, self.fork, self.copy, self.trim]
         for _ in range(steps):
-            place = self.draw.randrange(len(self.pairs))
-            pair = self.draw.choice(operations)(self.pairs[place])
+            index = self.draw.randrange(len(self.pairs))
+            pair = self.draw.choice(operations)(self.pairs[index])
             if pair is None or self.draw.random() < 0.5 or len(self.pairs) == 3:
-                self.pairs[place] = pair or self.pairs[place]
+                self.pairs[index] = pair or self.pairs[index]
             else:
                 self.pairs.append(pair)
-            for each in self.pairs:
-                self.check(each)
+            for pair_to_check in self.pairs:
+                self.check(pair_to_check)
 
     # --- what happens
 
@@ -160,9 +160,11 @@ class Walk:
 
     def kept(self, columns: dict[str, Tensor], heads: Heads, pack: Callable[..., EntryStore]) -> Pair:
         chosen = [[at for at in range(len(head)) if self.draw.random() < 0.7] for head in heads]
-        counts = HeadCounts(torch.tensor([len(own) for own in chosen]).view(-1, self.kv_heads))
-        store = pack(columns, torch.tensor([at for own in chosen for at in own], dtype=torch.long), counts)
-        kept = [[replace(head[at], is_new=False) for at in own] for head, own in zip(heads, chosen, strict=True)]
+        counts = HeadCounts(torch.tensor([len(indices) for indices in chosen]).view(-1, self.kv_heads))
+        store = pack(columns, torch.tensor([at for indices in chosen for at in indices], dtype=torch.long), counts)
+        kept = [
+            [replace(head[at], is_new=False) for at in indices] for head, indices in zip(heads, chosen, strict=True)
+        ]
         return Pair(store, kept)
 
     # --- what must agree
@@ -179,7 +181,7 @@ class Walk:
             torch.testing.assert_close(columns[name], column, **(close if name in ("keys", "values") else {}))
         if exact:
             self.check_table(store, expected)
-            assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store._columns.values())
+            assert store.nbytes == sum(column.untyped_storage().nbytes() for column in store.columns.tensors.values())
         else:
             packed = dequantized(store.packed, torch.tensor(store.counts).view(-1, self.kv_heads))
             for name in expected:
@@ -192,7 +194,9 @@ class Walk:
         store, heads = pair.store, pair.heads
         index = torch.tensor([[self.draw.randrange(len(head)) for _ in range(3)] for head in heads])
         for part, found in enumerate(store.take(index.view(-1, self.kv_heads, 3))):
-            right = [heads[h][i].read(part, self.bits) for h, own in enumerate(index.tolist()) for i in own]
+            right = [
+                heads[h][i].read(part, self.bits) for h, head_indices in enumerate(index.tolist()) for i in head_indices
+            ]
             torch.testing.assert_close(found.flatten(0, 2), torch.stack(right).float(), **close)
         queries = torch.randn(len(heads) // self.kv_heads, 2 * self.kv_heads, 1, self.sizes[0], generator=self.numbers)
         output = ragged_attention(queries, [store.heads], Softmax(0.5))
@@ -210,12 +214,12 @@ class Walk:
         assert [h for run in packed.runs for h in range(run.first, run.first + run.heads)] == [
             *range(len(store.counts))
         ]
-        for run, i in ((each, i) for each in packed.runs for i in range(each.heads)):
+        for run, i in ((packed_run, i) for packed_run in packed.runs for i in range(packed_run.heads)):
             batch, head = divmod(run.first + i, store.kv_heads)
-            held = slice(store.counts[run.first + i])
+            entries = slice(store.counts[run.first + i])
             looked_at = [run.view(column)[i] for column in (packed.keys, packed.values, packed.positions)]
             for name, column in zip(("keys", "values", "positions"), looked_at, strict=True):
-                assert torch.equal(column, expected[name][batch, head, held])
+                assert torch.equal(column, expected[name][batch, head, entries])
             *addresses, count = table.addresses[:, run.first + i].tolist()
             assert count + table.grown == run.count
             assert not run.count or addresses == [*(column.data_ptr() for column in looked_at), 0, 0, 0]

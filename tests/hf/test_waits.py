@@ -104,8 +104,8 @@ def test_an_event_waits_once_for_all_layers(
         except KeepsetError:  # at the prompt's end only
             cache, every = keepset.Cache(model, text), 0
         gpu.reset()
-        seen = Posing(mask) if padded else None
-        model(tokens, attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        attention_mask = Posing(mask) if padded else None
+        model(tokens, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
         files = "hf/attention.py", "hf/second_pass.py"
         looked = [gpu.waits[where] for where in gpu.waits if any(file in where for file in files)]
         assert gpu.waits.total() - sum(looked) <= 1 + more_waits(method, layers, len(ids)), gpu.waits
@@ -135,10 +135,10 @@ def test_a_padded_prompt_is_looked_at_once(
             model(Posing(ids), attention_mask=padding, past_key_values=cache, use_cache=True, logits_to_keep=1)
             waits.append(gpu.waits.copy())
     plain, padded = waits
-    more = padded - plain
-    of_pass = sum(waits for where, waits in more.items() if "hf/second_pass.py" in where)
-    of_mask = sum(waits for where, waits in more.items() if "hf/attention.py" in where)
-    assert of_mask <= 3 and of_pass <= len(ids) and of_mask + of_pass == more.total(), more
+    additional = padded - plain
+    of_pass = sum(waits for where, waits in additional.items() if "hf/second_pass.py" in where)
+    of_mask = sum(waits for where, waits in additional.items() if "hf/attention.py" in where)
+    assert of_mask <= 3 and of_pass <= len(ids) and of_mask + of_pass == additional.total(), additional
 
 
 def test_padded_batches_of_ragged_heads(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,17 +68,20 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
     queries = torch.zeros(1, kv_heads * group, 64, head_dim, dtype=dtype)
     keys = torch.zeros(1, kv_heads, 64, head_dim, dtype=dtype)
     positions, last = torch.arange(64)[None], torch.full((1, 64), long)
-    flat, places = torch.zeros(kv_heads * long, head_dim, dtype=dtype), torch.zeros(kv_heads * long, dtype=torch.int32)
+    flat, flat_positions = (
+        torch.zeros(kv_heads * long, head_dim, dtype=dtype),
+        torch.zeros(kv_heads * long, dtype=torch.int32),
+    )
     runs, bias = runs_of([long] * kv_heads), torch.zeros(kv_heads * long)
     whole, scales = FORMATS[8].quantize(flat, flat.dtype)
-    eight_bits = PackedHeads(whole, whole, places, runs, bias, scales, scales)
+    eight_bits = PackedHeads(whole, whole, flat_positions, runs, bias, scales, scales)
     codes = torch.zeros(kv_heads * long, head_dim // 2, dtype=torch.uint8)
-    residual = PackedHeads(codes, codes, places, runs, None, scales, scales)
-    four = PackedHeads(codes, codes, places, runs, bias, scales, scales, residual)
+    residual = PackedHeads(codes, codes, flat_positions, runs, None, scales, scales)
+    four = PackedHeads(codes, codes, flat_positions, runs, bias, scales, scales, residual)
     for softmax in Softmax(1.5), Softmax(1.5, 30.0, torch.zeros(kv_heads * group, dtype=dtype)):
         ragged_attention(queries[:, :, :1], [four], softmax)
     append_entries([four], keys, keys, positions)
-    for store in PackedHeads(flat, flat, places, runs, bias), eight_bits:
+    for store in PackedHeads(flat, flat, flat_positions, runs, bias), eight_bits:
         ragged_attention(queries[:, :, :1], [store], Softmax(1.5))
         ragged_attention(queries, [store], Softmax(1.5), last)
         capped = Softmax(1.5, 30.0, torch.zeros(kv_heads * group, dtype=dtype))
@@ -90,9 +93,9 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
                 add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], capped, sums_of)
             add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], Softmax(1.5), sums_of)
     many = keys.repeat(LAYERS, 1, -(-long // 64), 1)
-    places = torch.arange(many.shape[2]).expand(many.shape[:3])
-    for known in torch.zeros(many.shape[:3]), None:
-        entry_codes(many, many, places, places >= 40, networks_of(kv_heads, head_dim), known)
+    flat_positions = torch.arange(many.shape[2]).expand(many.shape[:3])
+    for earlier_codes in torch.zeros(many.shape[:3]), None:
+        entry_codes(many, many, flat_positions, flat_positions >= 40, networks_of(kv_heads, head_dim), earlier_codes)
     for softmax in Softmax(head_dim**-0.5), capped:
         attention_columns(queries[0], keys[0], softmax=softmax, names=("sum", "max", "square"))
     entries = {"keys": keys, "values": keys, "positions": positions[:, None].expand(-1, kv_heads, -1)}
@@ -113,19 +116,21 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     queries, keys = (torch.zeros(2, heads, head_dim, dtype=dtype) for heads in (kv_heads * group, kv_heads))
     filed, table = FiledLayouts.empty(BLOCKS, LAYERS, kv_heads, keys.device), torch.zeros(2, 512, dtype=torch.int32)
     layout, lengths = FiledLayouts.empty(2, LAYERS, kv_heads, keys.device).layout, torch.tensor([40, 7])
-    one = type(layout)(*(part[:, :1] for part in layout))
+    layer_layout = type(layout)(*(part[:, :1] for part in layout))
     tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
     columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
     scale, rows = torch.ones(()), torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim + 8, dtype=torch.int8)
     int8 = PageFormat(torch.int8, head_dim, dtype, mixing=Mixing(torch.eye(head_dim)))
     fp8 = PageFormat(torch.float8_e4m3fn, head_dim, dtype, scale, scale)
     stored = (rows, int8), (rows[..., :-8].contiguous(), fp8)
-    few_bits = [([one] * LAYERS, format) for one, format in stored] if quantised else []
-    for own, format in [(caches, None), *few_bits]:
-        append_to_pages(keys, keys, own[0], tokens, one, format)
-        paged_attention(queries, own, 0, tokens, one, Softmax(1.5), torch.zeros_like(queries), columns, format)
+    few_bits = [([cache] * LAYERS, format) for cache, format in stored] if quantised else []
+    for group_caches, format in [(caches, None), *few_bits]:
+        append_to_pages(keys, keys, group_caches[0], tokens, layer_layout, format)
+        paged_attention(
+            queries, group_caches, 0, tokens, layer_layout, Softmax(1.5), torch.zeros_like(queries), columns, format
+        )
     capped = Softmax(1.5, 9.0, torch.zeros(kv_heads * group))  # of logits, whatever their entries are stored as
-    paged_attention(queries, caches, 0, tokens, one, capped, torch.zeros_like(queries))
+    paged_attention(queries, caches, 0, tokens, layer_layout, capped, torch.zeros_like(queries))
     _over_latents(dtype, tokens)
     follow_layouts(filed, table, lengths, lengths, lengths, torch.zeros(1, dtype=torch.int32), SIZE, layout)
     entries = EntriesInPages(layout, table, lengths, layout.counts, long)
@@ -140,16 +145,16 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     received = ColumnTarget(
         columns, lengths[:, None].expand(-1, 4), lengths, Softmax(1.5), bias=columns, positions=columns
     )
-    for own_caches, format in few_bits:
-        add_received_in_pages(own_caches, range(LAYERS), recorded, entries, received, [format] * LAYERS)
+    for group_caches, format in few_bits:
+        add_received_in_pages(group_caches, range(LAYERS), recorded, entries, received, [format] * LAYERS)
     shift_step(table, lengths.int(), torch.arange(3).int(), lengths, lengths, SIZE, table, lengths.int())
     read_pages(caches, 0, torch.zeros(kv_heads, 3, dtype=torch.int64))
     networks, subpages = networks_of(kv_heads, head_dim), torch.zeros(2 * LAYERS, kv_heads, long // SIZE)
     positions = torch.arange(long // SIZE * SIZE).expand(2 * LAYERS, kv_heads, -1)
-    for known in torch.zeros(positions.shape), None:
-        entry_codes_in_pages(caches, 0, subpages.long(), positions, positions > 40, networks, known)
-    for own_caches, format in few_bits:
-        pages = own_caches, 0, subpages.long()
+    for earlier_codes in torch.zeros(positions.shape), None:
+        entry_codes_in_pages(caches, 0, subpages.long(), positions, positions > 40, networks, earlier_codes)
+    for group_caches, format in few_bits:
+        pages = group_caches, 0, subpages.long()
         entry_codes_in_pages(*pages, positions, positions > 40, networks, None, [format] * LAYERS)
     slots = torch.arange(48)
     write_entries(caches, *take_entries(caches, slots), slots)
@@ -159,9 +164,9 @@ def _over_latents(dtype: torch.dtype, tokens: PagedTokens) -> None:
     """For a model like DeepSeek V3: more query heads than a program has room for."""
     row, latent, heads = 576, 512, 128
     caches = [torch.zeros(BLOCKS, 1, SIZE, row, dtype=dtype) for _ in range(LAYERS)]
-    one = FiledLayouts.empty(2, 1, 1, tokens.lengths.device).layout
+    layout = FiledLayouts.empty(2, 1, 1, tokens.lengths.device).layout
     queries, output = (torch.zeros(2, heads, width, dtype=dtype) for width in (row, latent))
-    paged_attention(queries, caches, 0, tokens, one, Softmax(1.5), output, value_dim=latent)
+    paged_attention(queries, caches, 0, tokens, layout, Softmax(1.5), output, value_dim=latent)
 
 
 def source(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:
@@ -172,7 +177,7 @@ def source(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, An
 
     def type_of(value: Any, path: tuple[int, ...], fixed: bool, looked_at: bool) -> Any:
         if isinstance(value, tuple) and not fixed:
-            return tuple(type_of(each, (*path, i), fixed, looked_at) for i, each in enumerate(value))
+            return tuple(type_of(part, (*path, i), fixed, looked_at) for i, part in enumerate(value))
         if fixed or value is None or (looked_at and type(value) is int and value == 1):
             constants[path] = value
             return "constexpr"
@@ -184,25 +189,27 @@ def source(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, An
         return "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
 
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    for place, parameter in enumerate(kernel.params):
+    for index, parameter in enumerate(kernel.params):
         looked_at = not parameter.do_not_specialize
-        signature[parameter.name] = type_of(values[parameter.name], (place,), parameter.is_constexpr, looked_at)
-    return ASTSource(kernel, signature, constants, {path: each for path, each in attributes.items() if each})
+        signature[parameter.name] = type_of(values[parameter.name], (index,), parameter.is_constexpr, looked_at)
+    return ASTSource(kernel, signature, constants, {path: value for path, value in attributes.items() if value})
 
 
-def distinct(launches: list[Launch], what: str) -> Iterator[tuple[ASTSource, dict[str, int]]]:
+def distinct(launches: list[Launch], which: str) -> Iterator[tuple[ASTSource, dict[str, int]]]:
     """Each that is another program, and with how many warps and stages; of each kernel only the first one for `once`.
 
     For `tiles` it is the first one with the same sizes, by which a GPU's own instructions are chosen.
     """
-    seen: set[tuple[object, ...]] = set()
+    keys: set[tuple[object, ...]] = set()
     for kernel, args, kwargs in launches:
-        made = source(kernel, args, kwargs)
-        sizes = tuple(sorted((path, size) for path, size in made.constants.items() if type(size) is int and size >= 16))
-        key = {"all": (made.hash(),), "tiles": (kernel.__name__, sizes), "once": (kernel.__name__,)}[what]
-        if key not in seen:
-            seen.add(key)
-            yield made, {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+        ast_source = source(kernel, args, kwargs)
+        sizes = tuple(
+            sorted((path, size) for path, size in ast_source.constants.items() if type(size) is int and size >= 16)
+        )
+        key = {"all": (ast_source.hash(),), "tiles": (kernel.__name__, sizes), "once": (kernel.__name__,)}[which]
+        if key not in keys:
+            keys.add(key)
+            yield ast_source, {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
 
 
 if __name__ == "__main__":

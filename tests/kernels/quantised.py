@@ -55,8 +55,8 @@ def meant(rows: Tensor, kind: str, head_dim: int, scale: float | None = None) ->
     flat = rows.contiguous().view(torch.uint8).reshape(-1, rows.shape[-1])
     numbers = _NUMBERS[kind][flat[:, :head_dim].long()].double()
     if scale is None:
-        own = [struct.unpack("f", bytes(row))[0] for row in flat[:, head_dim:].tolist()]
-        numbers *= torch.tensor(own, dtype=torch.float64)[:, None]
+        row_scales = [struct.unpack("f", bytes(row))[0] for row in flat[:, head_dim:].tolist()]
+        numbers *= torch.tensor(row_scales, dtype=torch.float64)[:, None]
     else:
         numbers *= float(torch.tensor(scale))  # which is a float32
     return (_unmixed(numbers) if kind == "int8" else numbers).view(*rows.shape[:-1], head_dim)
@@ -70,13 +70,13 @@ def _unmixed(rows: Tensor) -> Tensor:
     return read
 
 
-def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: torch.Generator) -> Tensor:
+def random_rows(*shape: int, kind: str, head_dim: int, own_scales: bool, draw: torch.Generator) -> Tensor:
     """Rows of any finite numbers; scales are about one over the largest."""
     finite = _NUMBERS[kind].isfinite().nonzero()[:, 0]
-    rows = finite[torch.randint(len(finite), (*places, head_dim), generator=draw)].byte()
+    rows = finite[torch.randint(len(finite), (*shape, head_dim), generator=draw)].byte()
     if not own_scales:
         return rows
-    scales = (torch.rand(*places, 1, generator=draw) + 0.5) / _NUMBERS[kind][finite].abs().max()
+    scales = (torch.rand(*shape, 1, generator=draw) + 0.5) / _NUMBERS[kind][finite].abs().max()
     return torch.cat([rows, scales.view(torch.uint8)], -1)
 
 
@@ -95,11 +95,11 @@ def quantised(
     stored, floats, dim = [], [], caches[0].shape[3] // 2
     for cache in caches:
         blocks, heads, size, _ = cache.shape
-        own = random_rows(blocks, size, heads, 2, kind=kind, head_dim=dim, own_scales=scales is None, draw=draw)
-        own = own.flatten(3).transpose(1, 2)
+        rows = random_rows(blocks, size, heads, 2, kind=kind, head_dim=dim, own_scales=scales is None, draw=draw)
+        rows = rows.flatten(3).transpose(1, 2)
         nothing = cache[..., :1].isnan()
-        parts = [meant(part, kind, dim, scales and scales[i]) for i, part in enumerate(own.chunk(2, -1))]
+        parts = [meant(part, kind, dim, scales and scales[i]) for i, part in enumerate(rows.chunk(2, -1))]
         floats.append(torch.cat(parts, -1).to(dtype).masked_fill(nothing, math.nan))
-        own.masked_fill_(nothing, 255)
-        stored.append(own.view(torch.int8) if kind == "int8" else own)
+        rows.masked_fill_(nothing, 255)
+        stored.append(rows.view(torch.int8) if kind == "int8" else rows)
     return stored, floats, format_of(kind, dim, dtype, scales)

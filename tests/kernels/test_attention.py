@@ -83,15 +83,15 @@ def in_4_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
     spread = [mixed(part) for part in rows]
     stored = [FORMATS[4].quantize(part, part.dtype) for part in spread]
     written = [meant(*part) for part in stored]
-    lost = [part - FORMATS[4].dequantize(*own) for part, own in zip(spread, stored, strict=True)]
+    lost = [part - FORMATS[4].dequantize(*coded_part) for part, coded_part in zip(spread, stored, strict=True)]
     first, start = packed.runs[0], packed.runs[0].start
     n = min(first.count, 2)
     newest = slice(start + first.count - n, start + first.count)
     second = [FORMATS[4].quantize(part[newest], part.dtype) for part in lost]
-    for part, own in zip(written, second, strict=True):
-        part[newest] += meant(*own)
-    others = sum(run.heads for run in packed.runs) - 1
-    runs = [HeadRun(0, 1, 0, n, n), *([HeadRun(1, others, n, 0, 0)] if others else [])]
+    for part, coded_part in zip(written, second, strict=True):
+        part[newest] += meant(*coded_part)
+    other_heads = sum(run.heads for run in packed.runs) - 1
+    runs = [HeadRun(0, 1, 0, n, n), *([HeadRun(1, other_heads, n, 0, 0)] if other_heads else [])]
     (keys, key_scale), (values, value_scale) = second
     layer = PackedHeads(keys, values, packed.positions[newest], runs, None, key_scale, value_scale)
     (keys, key_scale), (values, value_scale) = stored
@@ -118,9 +118,9 @@ def other_softmax(query_heads: int) -> list[Softmax]:
 def attention_of(logits: Tensor, softmax: Softmax, head: int, bias: Tensor | float = 0.0) -> Tensor:
     """The attention of a query head to entries of scaled products, number by number."""
     powers = []
-    for scaled, more in zip(logits.tolist(), (torch.zeros(len(logits)) + bias).double().tolist(), strict=True):
+    for scaled, added in zip(logits.tolist(), (torch.zeros(len(logits)) + bias).double().tolist(), strict=True):
         cap = softmax.softcap
-        powers.append(math.exp((scaled if cap is None else cap * math.tanh(scaled / cap)) + more))
+        powers.append(math.exp((scaled if cap is None else cap * math.tanh(scaled / cap)) + added))
     sunk = 0.0 if softmax.sinks is None else math.exp(float(softmax.sinks[head]))
     return torch.tensor([power / (sum(powers) + sunk) for power in powers], dtype=torch.float64)
 
@@ -135,9 +135,11 @@ def expected(queries: Tensor, packed: PackedHeads, kv_heads: int, softmax: Softm
         keys, values, positions = (run.view(part)[i] for part in (packed.keys, packed.values, packed.positions))
         logits = keys.double() @ queries[request, head, row].double() * softmax.scaling
         bias = torch.zeros(len(logits)) if packed.bias is None else run.view(packed.bias)[i]
-        seen = positions < math.inf if at is None else positions <= at[request, row]
-        if seen.any():
-            output[request, row, head] = attention_of(logits[seen], softmax, head, bias[seen]) @ values[seen].double()
+        visible = positions < math.inf if at is None else positions <= at[request, row]
+        if visible.any():
+            output[request, row, head] = (
+                attention_of(logits[visible], softmax, head, bias[visible]) @ values[visible].double()
+            )
     return output
 
 
@@ -198,8 +200,8 @@ def test_heads_of_few_bits_are_attended_piece_by_piece(bits: int, monkeypatch: p
     monkeypatch.setattr("keepset.kernels.packed.CACHE_BLOCK", 2 * 30 * 64)
     assert len(stored.runs) == 1 and [piece.heads for piece in stored.pieces] == [2, 2, 1]
     queries = torch.randn(1, 10, 1, 64, generator=seeded(1))
-    right, made = expected(queries, written, 5, Softmax(0.1), None), ragged_attention(queries, [stored], Softmax(0.1))
-    torch.testing.assert_close(made.double(), right, **TOLERANCE[torch.float32])
+    right, output = expected(queries, written, 5, Softmax(0.1), None), ragged_attention(queries, [stored], Softmax(0.1))
+    torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
@@ -266,9 +268,9 @@ def test_new_entries_follow_those_of_their_head(implementation: str, n: int) -> 
     draw = seeded(2)
     runs = [[HeadRun(0, 2, 0, 3, 50)], [HeadRun(0, 1, 0, 0, 41), HeadRun(1, 1, 41, 9, 50)]]
     stores = []
-    for of_store, places in zip(runs, (100, 91), strict=True):
-        keys, values = torch.randn(places, 8, generator=draw), torch.randn(places, 5, generator=draw).bfloat16()
-        stores.append(PackedHeads(keys, values, torch.full((places,), -1, dtype=torch.int32), of_store))
+    for of_store, room in zip(runs, (100, 91), strict=True):
+        keys, values = torch.randn(room, 8, generator=draw), torch.randn(room, 5, generator=draw).bfloat16()
+        stores.append(PackedHeads(keys, values, torch.full((room,), -1, dtype=torch.int32), of_store))
     keys, values = (torch.randn(2, n, 2, size, generator=draw).transpose(1, 2) for size in (8, 5))
     positions = torch.arange(n) + torch.tensor([[12], [30]])
     # The second store's table, when it is written, is of a time before two entries came to every head.
@@ -299,13 +301,13 @@ def appended(
     untouched = torch.ones(len(stored.keys), dtype=torch.bool)
     for run, i in heads_of(stored):
         head = run.first + i
-        places = run.start + i * run.capacity + run.count + torch.arange(n)
-        untouched[places] = False
-        assert stored.positions[places].tolist() == positions[head // 2].tolist()
+        slots = run.start + i * run.capacity + run.count + torch.arange(n)
+        untouched[slots] = False
+        assert stored.positions[slots].tolist() == positions[head // 2].tolist()
         for rows, name in ((keys, "key"), (values, "value")):
-            own = rows[head // 2, head % 2]
-            yield places, head, name, own, mixed(own.float()).to(dtype).double()
-    for part, old in zip([each for each in parts if each is not None], before, strict=True):
+            head_rows = rows[head // 2, head % 2]
+            yield slots, head, name, head_rows, mixed(head_rows.float()).to(dtype).double()
+    for part, old in zip([column for column in parts if column is not None], before, strict=True):
         assert torch.equal(part[untouched].nan_to_num(), old[untouched].nan_to_num())
 
 
@@ -317,12 +319,12 @@ def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) 
     stored, _ = in_8_bits(packed_heads([[3, 3], [0, 9]], (8, 5), dtype, spare=6))
     # Mixing rounds once more, and Triton's interpreter cuts bfloat16 where a GPU rounds.
     cut = 4 * 127 * ROUNDING[dtype]
-    for places, _, name, rows, new in appended(stored, (8, 5), n, dtype):
-        step = getattr(stored, f"{name}_scale")[places].double()
+    for slots, _, name, rows, new in appended(stored, (8, 5), n, dtype):
+        step = getattr(stored, f"{name}_scale")[slots].double()
         exists = ~rows.isnan().any(-1)
         assert torch.equal(step.isnan(), ~exists)
         torch.testing.assert_close(step[exists], new.abs().amax(-1)[exists] / 127, rtol=cut / 127, atol=0.0)
-        error = (getattr(stored, f"{name}s")[places].double() * step[:, None] - new).abs()[exists]
+        error = (getattr(stored, f"{name}s")[slots].double() * step[:, None] - new).abs()[exists]
         assert (error <= (0.5 + cut) * step[exists, None]).all()
 
 
@@ -340,15 +342,15 @@ def test_new_entries_of_4_bits(implementation: str, n: int, sizes: tuple[int, in
     residual = PackedHeads(*empty, positions, [HeadRun(0, heads, 0, 2, room)], None, *scales)
     residual.grown = 1  # its table is of a time before, too
     stored = replace(in_4_bits(packed_heads([[3, 3], [0, 9]], sizes, dtype, spare=44))[0], residual=residual)
-    for places, head, name, rows, new in appended(stored, sizes, n, dtype):
+    for slots, head, name, rows, new in appended(stored, sizes, n, dtype):
         behind = head * room + 2 + torch.arange(n)
-        assert residual.positions[behind].tolist() == stored.positions[places].tolist()
+        assert residual.positions[behind].tolist() == stored.positions[slots].tolist()
         coarse, fine = (
             meant(getattr(part, f"{name}s")[at], getattr(part, f"{name}_scale")[at])
-            for part, at in ((stored, places), (residual, behind))
+            for part, at in ((stored, slots), (residual, behind))
         )
         exists = ~rows.isnan().any(-1)
-        assert torch.equal(getattr(stored, f"{name}_scale")[places].isnan(), ~exists)
+        assert torch.equal(getattr(stored, f"{name}_scale")[slots].isnan(), ~exists)
         for row, first, second in zip(new[exists], coarse[exists], fine[exists], strict=True):
             size = rms(row)
             assert rms(first - rounded(row, dtype)) <= 16 * ROUNDING[dtype] * size

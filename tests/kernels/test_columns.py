@@ -77,11 +77,11 @@ def check_columns(queries: Tensor, keys: Tensor, causal: bool = True, softmax: S
     """The log-sum-exp, and with it and without it the statistics, are those of the whole matrix."""
     attention, lse = dense(queries, keys, causal, softmax)
     exact = keys.dtype == torch.float32
-    made = columns.log_sum_exp(queries, keys, softmax, causal).double()
-    torch.testing.assert_close(made, lse, rtol=0, atol=1e-5 if exact else 0.02)
+    computed = columns.log_sum_exp(queries, keys, softmax, causal).double()
+    torch.testing.assert_close(computed, lse, rtol=0, atol=1e-5 if exact else 0.02)
     # As attention gives it, token by token.
-    for known in [lse.float().T.contiguous().T, *[None] * exact]:
-        statistics = attention_columns(queries, keys, softmax=softmax, names=NAMES, causal=causal, lse=known)
+    for given_lse in [lse.float().T.contiguous().T, *[None] * exact]:
+        statistics = attention_columns(queries, keys, softmax=softmax, names=NAMES, causal=causal, lse=given_lse)
         check(statistics, of_matrix(attention), EXACT if exact else ROUNDED_LOGITS)
 
 
@@ -155,7 +155,7 @@ def test_operators_that_a_gpu_is_given(
         output, lse = attention_with_lse(queries, keys, values, Softmax(SCALING))
     assert (output.shape, output.dtype) == ((8, n, sizes[1]), dtype)
     assert (lse.shape, lse.dtype) == ((8, n), torch.float32)
-    assert [each for each in called.operators if each[0] in (FLASH, EFFICIENT)] == ([operator] if operator else [])
+    assert [call for call in called.operators if call[0] in (FLASH, EFFICIENT)] == ([operator] if operator else [])
 
 
 @pretends
@@ -202,9 +202,9 @@ def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
     queries, softmax = 2 * queries, replace(other_softmax(6)[kind], scaling=SCALING)
     attention, lse = dense(queries, keys, softmax=softmax)
     values = torch.randn(2, 70, value_dim, generator=seeded(1))
-    output, made = attention_with_lse(queries, keys, values, softmax)
+    output, computed_lse = attention_with_lse(queries, keys, values, softmax)
     torch.testing.assert_close(output.double(), attention @ values.double().repeat_interleave(3, 0), **EXACT)
-    torch.testing.assert_close(made.double(), lse, **EXACT)
+    torch.testing.assert_close(computed_lse.double(), lse, **EXACT)
     check_columns(queries, keys, softmax=softmax)
     later, _ = dense(queries, keys, causal=False, softmax=softmax)
     squares = columns.mean_square_attention(queries, keys, softmax)
@@ -237,9 +237,9 @@ def test_only_what_is_asked_for_is_computed(implementation: str, names: list[str
     attention, exact_lse = dense(queries, keys)
     lse = exact_lse.float()
     copies = [tensor.clone() for tensor in (queries, keys, lse)]
-    some = attention_columns(queries, keys, softmax=Softmax(SCALING), names=names, lse=lse)
+    statistics = attention_columns(queries, keys, softmax=Softmax(SCALING), names=names, lse=lse)
     right = of_matrix(attention)
-    check(some, {name: right[name] for name in names})
+    check(statistics, {name: right[name] for name in names})
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((queries, keys, lse), copies, strict=True))
 
 
@@ -251,9 +251,11 @@ def test_chunks_of_a_prompt_add_up_to_the_whole(with_lse: bool) -> None:
     accumulated = AttentionColumns.accumulator(features)
 
     def chunk(start: int, stop: int) -> Chunk:
-        known = [lse[:, start:stop].float()] if with_lse else None
-        some, positions = queries[None, :, start:stop], torch.arange(start, stop)[None]
-        return Chunk(some, lambda: [(keys[:, :stop], slice(None))], positions, None, Softmax(SCALING), known)
+        chunk_lse = [lse[:, start:stop].float()] if with_lse else None
+        chunk_queries, positions = queries[None, :, start:stop], torch.arange(start, stop)[None]
+        return Chunk(
+            chunk_queries, lambda: [(keys[:, :stop], slice(None))], positions, None, Softmax(SCALING), chunk_lse
+        )
 
     for start, stop in ((0, 0), (0, 1), (1, 90), (90, 91), (91, 91), (91, 200)):
         accumulated.add(chunk(start, stop))
@@ -275,5 +277,5 @@ def test_mean_squares_in_blocks(
     # Rotated in float32, from queries of the model's precision, to which kernels of a GPU round them again.
     queries, keys = tensors(n, entries, kv_heads, group, size, dtype)
     attention, _ = dense(2 * queries, keys, causal=False)
-    made = columns.mean_square_attention(2 * queries.float(), keys, Softmax(SCALING))
-    torch.testing.assert_close(made, attention.square().mean(1).float(), rtol=1e-4, atol=1e-7)
+    squares = columns.mean_square_attention(2 * queries.float(), keys, Softmax(SCALING))
+    torch.testing.assert_close(squares, attention.square().mean(1).float(), rtol=1e-4, atol=1e-7)

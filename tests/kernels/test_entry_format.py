@@ -74,8 +74,8 @@ def test_each_level_is_the_mean_of_a_normal_distribution_between_its_borders() -
 def test_a_second_layer_has_nearly_8_bits() -> None:
     rows = FOUR.mix(draws(200, 64) * draws(64, seed=2).exp())
     first = FOUR.dequantize(*FOUR.quantize(rows, rows.dtype))
-    both = first + FOUR.dequantize(*FOUR.quantize(rows - first, rows.dtype))
-    errors = [((each - rows).square().sum() / rows.square().sum()).sqrt() for each in (first, both)]
+    refined = first + FOUR.dequantize(*FOUR.quantize(rows - first, rows.dtype))
+    errors = [((part - rows).square().sum() / rows.square().sum()).sqrt() for part in (first, refined)]
     assert 0.08 < errors[0] < 0.1 and errors[1] < 0.011
 
 
@@ -107,9 +107,9 @@ def test_rows_anywhere(implementation: str, size: int, dtype: torch.dtype) -> No
         output = torch.full_like(rows, 7.0, memory_format=torch.contiguous_format)
         assert spread.unmixed(rows, output) is output
         mixed = spread.mixed(rows), spread.mixed_queries(rows), spread.unmixed(rows), output
-        for made, by in zip(mixed, (turned.T, turned.T, turned, turned), strict=True):
-            assert made.dtype == dtype and made.shape == rows.shape
-            torch.testing.assert_close(made.double(), rows.double() @ by, rtol=0, atol=atol)
+        for result, by in zip(mixed, (turned.T, turned.T, turned, turned), strict=True):
+            assert result.dtype == dtype and result.shape == rows.shape
+            torch.testing.assert_close(result.double(), rows.double() @ by, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf])

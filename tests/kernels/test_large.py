@@ -67,16 +67,18 @@ def test_pages_of_a_large_pool(triton_interpreted: None, monkeypatch: pytest.Mon
         write_entries([pool], *entries, slots + beyond)
         append_to_pages(new, new, pool, tokens, layout)
         paged_attention(queries, [pool], 0, tokens, layout, Softmax(0.3), output, torch.zeros_like(column))
-        held = EntriesInPages(layout, table, lengths, counts, 40)
+        entries_in_pages = EntriesInPages(layout, table, lengths, counts, 40)
         recorded = RecordedQueries(queries[None, None], torch.tensor([0]), torch.tensor([[0]]))
-        add_received_in_pages([pool], range(1), recorded, held, ColumnTarget(column, last, lengths, Softmax(0.3)))
+        add_received_in_pages(
+            [pool], range(1), recorded, entries_in_pages, ColumnTarget(column, last, lengths, Softmax(0.3))
+        )
         pages = read_pages([pool], 0, torch.arange(2, 4)[None] + first * HEADS)
         return [output.float(), column[:, beyond:], pages, *take_entries([pool], slots + beyond), pool[-4:]]
 
-    made = all_of_it(far, before)
+    far_results = all_of_it(far, before)
     on_operators(monkeypatch)
-    for mine, right in zip(made, all_of_it(near, 0), strict=True):
-        torch.testing.assert_close(mine, right, **TOLERANCE)
+    for result, right in zip(far_results, all_of_it(near, 0), strict=True):
+        torch.testing.assert_close(result, right, **TOLERANCE)
 
 
 def test_grids_of_many_queries_are_within_a_gpus_limits(
@@ -90,8 +92,8 @@ def test_grids_of_many_queries_are_within_a_gpus_limits(
     ragged_attention(
         queries, [packed_heads([[9]], (DIM, DIM), HALF, spare=0)], Softmax(0.3), torch.empty(1, 70_000).long()
     )
-    ((first, *others),) = noted.grids
-    assert first == 70_000 and max(others) <= 65_535
+    ((first, *later_axes),) = noted.grids
+    assert first == 70_000 and max(later_axes) <= 65_535
 
 
 def test_parts_of_many_tokens_take_a_quarter_of_a_gigabyte_at_most(

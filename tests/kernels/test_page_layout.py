@@ -16,23 +16,25 @@ KV_HEADS, SIZES = st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 4, 5])
 def tables_of(rows: list[Row], block_size: int, spare: int) -> tuple[PageLayout, torch.Tensor, torch.Tensor]:
     """The layout of a batch, the entries of its heads and their tables."""
     layout = PageLayout(*(torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)))
-    held = entries(layout, torch.tensor([row.length for row in rows]))
+    counts = entries(layout, torch.tensor([row.length for row in rows]))
     block_table = torch.tensor([row.block_table() for row in rows], dtype=torch.int32)
     layers = len(rows[0].layers)
     group = PageGroup(range(layers), layers, rows[0].blocks)
-    pages = -(-int(held.max()) // block_size) + spare
-    return layout, held, tables(layout, held, block_table, block_size, pages, group)
+    pages = -(-int(counts.max()) // block_size) + spare
+    return layout, counts, tables(layout, counts, block_table, block_size, pages, group)
 
 
 def check(rows: list[Row], block_size: int, spare: int) -> None:
     """Tables and counts of the whole batch are those of the allocators."""
-    _, held, found = tables_of(rows, block_size, spare)
-    assert held.tolist() == [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
+    _, counts, found = tables_of(rows, block_size, spare)
+    assert counts.tolist() == [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
     assert found.dtype == torch.int32
     for r, row in enumerate(rows):
         for index, allocator in enumerate(row.layers):
             taken = [row.subpages(index, head) for head in range(row.kv_heads)]
-            assert found[r, index].tolist() == [own + [0] * (found.shape[-1] - len(own)) for own in taken]
+            assert found[r, index].tolist() == [
+                head_pages + [0] * (found.shape[-1] - len(head_pages)) for head_pages in taken
+            ]
             blocks = [page[0] for head in allocator.heads for page in head.pages[head.shared :]]
             assert all(allocator.first <= block < allocator.blocks for block in blocks)
         every = [page for layer in row.layers for head in layer.heads for page in head.pages]
@@ -44,9 +46,9 @@ def append(rows: list[Row], tokens: list[int], block_size: int) -> None:
     batch = [(r, rows[r].length + i) for r, n in enumerate(tokens) for i in range(n)]
     appended = [rows[r].append() for r, _ in batch]
     expected = [[slot for new in appended for slot in new[index]] for index in range(len(rows[0].layers))]
-    places = torch.tensor(batch, dtype=torch.int64).reshape(-1, 2)
+    row_and_position = torch.tensor(batch, dtype=torch.int64).reshape(-1, 2)
     layout, _, pages = tables_of(rows, block_size, 0)
-    found = slots(layout, pages, places[:, 1], places[:, 0], block_size)
+    found = slots(layout, pages, row_and_position[:, 1], row_and_position[:, 0], block_size)
     assert found.dtype == torch.int64 and found.tolist() == expected
 
 
@@ -119,16 +121,18 @@ def test_after_shared_pages_a_request_writes_to_its_own(
     """
     length = data.draw(st.integers(1, 6 * block_size), label="tokens")
     awkward = st.sampled_from([0, 1, block_size, length]).filter(lambda count: count <= length)
-    one = st.lists(awkward | st.integers(0, length), min_size=kv_heads, max_size=kv_heads)
-    counts = data.draw(st.lists(one, min_size=layers, max_size=layers), label="counts")
-    own = own_block(torch.tensor(counts), length, block_size)
+    layer_counts = st.lists(awkward | st.integers(0, length), min_size=kv_heads, max_size=kv_heads)
+    counts = data.draw(st.lists(layer_counts, min_size=layers, max_size=layers), label="counts")
+    first_own = own_block(torch.tensor(counts), length, block_size)
     full = sum(max(-(-count // block_size) - 1, 0) for layer in counts for count in layer)
-    assume(own * layers * kv_heads >= full)
+    assume(first_own * layers * kv_heads >= full)
     row = Row(layers, kv_heads, block_size, 17, 5, 40)  # as many blocks as all the tokens fill
     for layer in row.layers:
         layer.length = length
-    row.share(counts, own)
-    assert own <= (length - 1) // block_size  # the newest token's page, under which state is filed, is one of them
+    row.share(counts, first_own)
+    assert (
+        first_own <= (length - 1) // block_size
+    )  # the newest token's page, under which state is filed, is one of them
     heads = [head for layer in row.layers for head in layer.heads]
     before = [head.pages[: head.shared] for head in heads]
     assert len({block for pages in before for block, *_ in pages}) == -(-full // (layers * kv_heads))
@@ -137,19 +141,21 @@ def test_after_shared_pages_a_request_writes_to_its_own(
         check([row], block_size, 0)
     for head, shared in zip(heads, before, strict=True):
         assert head.pages[: len(shared)] == shared
-        assert all(page[0] < own for page in shared) and all(page[0] >= own for page in head.pages[len(shared) :])
+        assert all(page[0] < first_own for page in shared) and all(
+            page[0] >= first_own for page in head.pages[len(shared) :]
+        )
 
 
 def test_empty_batches() -> None:
     """No rows, no tokens, no pages: shapes without elements, and no look-up."""
-    none, one = (
+    none, single = (
         PageLayout(*(torch.zeros(rows, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
         for rows in (0, 1)
     )
     nothing, table = torch.zeros(0, dtype=torch.long), torch.full((1, 4), POISON, dtype=torch.int32)
     assert tables(none, entries(none, nothing), torch.zeros(0, 4, dtype=torch.int32), 4, 5).shape == (0, 2, 3, 5)
-    held = entries(one, torch.tensor([0]))
-    without_pages = tables(one, held, table, 4, 0)
+    counts = entries(single, torch.tensor([0]))
+    without_pages = tables(single, counts, table, 4, 0)
     assert without_pages.shape == (1, 2, 3, 0)
-    assert slots(one, without_pages, nothing, nothing, 4).shape == (2, 0)
-    assert tables(one, held, table, 4, 2).count_nonzero() == 0
+    assert slots(single, without_pages, nothing, nothing, 4).shape == (2, 0)
+    assert tables(single, counts, table, 4, 2).count_nonzero() == 0

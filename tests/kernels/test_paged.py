@@ -73,11 +73,11 @@ class Case:
         for row in rows:
             for number in range(kv_heads):
                 for slot, _ in _slots(row, number, size):
-                    layer, *place = at(slot, size, kv_heads, len(caches[0]))
-                    caches[layer][tuple(place)] = torch.randn(2 * dim, generator=draw).to(dtype)
+                    layer, *address = at(slot, size, kv_heads, len(caches[0]))
+                    caches[layer][tuple(address)] = torch.randn(2 * dim, generator=draw).to(dtype)
                     bias[layer, slot % bias.shape[1]] = torch.randn((), generator=draw)
-        held = [slot for row in rows[1:2] for head in range(kv_heads) for slot, _ in _slots(row, head, size)]
-        assert len(rows) == 1 or {slot // bias.shape[1] for slot in held} == {0, 1}
+        shared_slots = [slot for row in rows[1:2] for head in range(kv_heads) for slot, _ in _slots(row, head, size)]
+        assert len(rows) == 1 or {slot // bias.shape[1] for slot in shared_slots} == {0, 1}
         state = [torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)]
         return cls(rows, new, caches, PageLayout(*(part[:, 1:] for part in state)), bias)
 
@@ -89,9 +89,9 @@ class Case:
             return PagedTokens(table, lengths, int(lengths.max()))
         new = enumerate(zip(self.rows, self.new, strict=True))
         several = [(r, row.length - n + i + 1) for r, (row, n) in new for i in range(n)]
-        places = [place for place in range(len(several)) if place % 5 != 2][::-1]
-        some = torch.tensor([several[place] for place in places], dtype=torch.int32).T.contiguous()
-        return PagedTokens(table, some[1], int(lengths.max()), torch.tensor(places), some[0])
+        listed_indices = [index for index in range(len(several)) if index % 5 != 2][::-1]
+        listed_rows = torch.tensor([several[index] for index in listed_indices], dtype=torch.int32).T.contiguous()
+        return PagedTokens(table, listed_rows[1], int(lengths.max()), torch.tensor(listed_indices), listed_rows[0])
 
     def held(self, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """A head's entries in the second layer, in order, their numbers, and the biases of those that were kept."""
@@ -99,8 +99,8 @@ class Case:
         slots = _slots(self.rows[row], head, size)
         numbers, biases = torch.zeros(len(slots), width, dtype=torch.float64), torch.zeros(len(slots))
         for i, (slot, _) in enumerate(slots):
-            layer, *there = at(slot, size, kv_heads, blocks)
-            numbers[i] = self.caches[layer][tuple(there)]
+            layer, *address = at(slot, size, kv_heads, blocks)
+            numbers[i] = self.caches[layer][tuple(address)]
             if i < kept:
                 biases[i] = self.bias[layer, slot % self.bias.shape[1]]
         return torch.tensor([entry for _, entry in slots]), numbers, biases
@@ -114,15 +114,15 @@ def at(slot: int, size: int, kv_heads: int, blocks: int) -> tuple[int, int, int,
 
 def _slots(row: Row, head: int, size: int) -> list[tuple[int, int]]:
     """Slots of a head's entries, and these, in order."""
-    pages, held = row.subpages(1, head), row.layers[1].heads[head].held
-    return [(pages[i // size] * size + i % size, entry) for i, entry in enumerate(held)]
+    pages, head_entries = row.subpages(1, head), row.layers[1].heads[head].held
+    return [(pages[i // size] * size + i % size, entry) for i, entry in enumerate(head_entries)]
 
 
 def numbered(tokens: PagedTokens) -> list[tuple[int, int, int]]:
     """Each token's place in the step, its row, and the length of its request with it."""
     whole = torch.arange(len(tokens.lengths))
-    places, rows = (whole if part is None else part for part in (tokens.places, tokens.rows))
-    return list(zip(places.tolist(), rows.tolist(), tokens.lengths.tolist(), strict=True))
+    token_indices, rows = (whole if part is None else part for part in (tokens.places, tokens.rows))
+    return list(zip(token_indices.tolist(), rows.tolist(), tokens.lengths.tolist(), strict=True))
 
 
 def expected(
@@ -133,14 +133,14 @@ def expected(
     _, kv_heads, _, width = case.caches[0].shape
     group = queries.shape[1] // kv_heads
     keys, values = (slice(width // 2), slice(width // 2, None)) if latent is None else (slice(None), slice(latent))
-    for place, row, length in numbered(tokens):
+    for token_index, row, length in numbered(tokens):
         for head in range(kv_heads) if length else ():
             entries, numbers, biases = case.held(row, head)
-            seen = entries < length
-            numbers, biases = numbers[seen], biases[seen] * biased
+            visible = entries < length
+            numbers, biases = numbers[visible], biases[visible] * biased
             for query in range(head * group, (head + 1) * group):
-                products = numbers[:, keys] @ queries[place, query].double() * softmax.scaling
-                output[place, query] = attention_of(products, softmax, query, biases) @ numbers[:, values]
+                products = numbers[:, keys] @ queries[token_index, query].double() * softmax.scaling
+                output[token_index, query] = attention_of(products, softmax, query, biases) @ numbers[:, values]
     return output
 
 
@@ -155,10 +155,10 @@ def stored_as(
 def new_places(case: Case, tokens: PagedTokens) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
     """For each new token and KV head its place in the step, the head, and block, head and offset of it."""
     blocks, kv_heads, size, _ = case.caches[0].shape
-    for place, row, length in numbered(tokens):
+    for token_index, row, length in numbered(tokens):
         for head in range(kv_heads) if length else ():
             ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
-            yield place, head, at(slot, size, kv_heads, blocks)[1:]
+            yield token_index, head, at(slot, size, kv_heads, blocks)[1:]
 
 
 SHAPES = [
@@ -210,9 +210,9 @@ def check_attention(
     output = torch.full((count, kv_heads * group, dim), 7.0, dtype=dtype)
     paged_attention(queries, caches, 1, tokens, case.layout, softmax, output, case.bias if biased else None, how)
     right = expected(case, queries, tokens, softmax, biased)
-    others = sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})
-    assert bool(others) is listed
-    right[others] = 7.0
+    left_alone = sorted(set(range(count)) - {token_index for token_index, _, _ in numbered(tokens)})
+    assert bool(left_alone) is listed
+    right[left_alone] = 7.0
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
@@ -269,20 +269,20 @@ def test_new_entries_are_quantised_where_they_are_written(
     right = cache.clone()
     rows = torch.cat([part.view(cache.dtype) for part in how.encode_entries(keys, values)], -1)
     tokens = case.tokens(False)
-    for token, head, place in new_places(case, tokens):
-        right[place] = rows[token, head]
+    for token, head, address in new_places(case, tokens):
+        right[address] = rows[token, head]
     append_to_pages(keys, values, cache, tokens, case.layout, how)
     assert_same_rows(cache, right, how)
 
 
-def assert_same_rows(rows: Tensor, others: Tensor, how: PageFormat) -> None:
+def assert_same_rows(rows: Tensor, expected: Tensor, how: PageFormat) -> None:
     """All bits are the same, but where what is read is NaN."""
-    for part, other in zip(rows.chunk(2, -1), others.chunk(2, -1), strict=True):
+    for part, right_part in zip(rows.chunk(2, -1), expected.chunk(2, -1), strict=True):
         scale = how.key_scale
-        read, right = how.decode(part, scale), how.decode(other, scale)
+        read, right = how.decode(part, scale), how.decode(right_part, scale)
         assert torch.equal(read.isnan(), right.isnan())
         number = ~right.isnan().any(-1)
-        assert number.any() and torch.equal(part[number], other[number])
+        assert number.any() and torch.equal(part[number], right_part[number])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -294,8 +294,8 @@ def test_new_entries_are_where_an_allocator_puts_them(implementation: str, shape
     keys, values = torch.randn(count, 2 * kv_heads, dim, generator=seeded(1)).to(dtype).chunk(2, 1)
     cache = case.caches[1]
     right = cache.clone()
-    for token, head, place in new_places(case, tokens):
-        right[place] = torch.cat((keys[token, head], values[token, head]))
+    for token, head, address in new_places(case, tokens):
+        right[address] = torch.cat((keys[token, head], values[token, head]))
     append_to_pages(keys, values, cache, tokens, case.layout)
     assert not torch.equal(cache.nan_to_num(), torch.zeros_like(cache))
     assert torch.equal(cache.nan_to_num(9.0), right.nan_to_num(9.0))
@@ -321,15 +321,15 @@ def test_entries_go_and_come(implementation: str, layers: int, size: int, dtype:
     caches = list(whole)
     # Numbers go on into the caches that follow, around in a circle.
     subpages = torch.randperm(layers * blocks * heads, generator=draw)[:12].view(2, heads, 3)
-    entries = torch.cat([read_pages(caches, place, subpages) for place in range(layers)])
+    entries = torch.cat([read_pages(caches, index, subpages) for index in range(layers)])
     assert entries.shape == (layers * 2, heads, 3 * size, width)
-    for layer, row, head, place in product(range(layers), range(2), range(heads), range(3)):
-        further, page = divmod(int(subpages[row, head, place]), blocks * heads)
-        own = entries[layer * 2 + row, head, place * size : place * size + size]
-        assert torch.equal(own, caches[(layer + further) % layers][page // heads, page % heads])
+    for layer, row, head, index in product(range(layers), range(2), range(heads), range(3)):
+        further, page = divmod(int(subpages[row, head, index]), blocks * heads)
+        page_entries = entries[layer * 2 + row, head, index * size : index * size + size]
+        assert torch.equal(page_entries, caches[(layer + further) % layers][page // heads, page % heads])
     expected = whole.clone()
-    places = torch.randperm(layers * blocks * heads * size, generator=draw)[:50]
-    slots, of_layers = places // layers, places % layers
+    entry_numbers = torch.randperm(layers * blocks * heads * size, generator=draw)[:50]
+    slots, of_layers = entry_numbers // layers, entry_numbers % layers
     new = torch.randn(50, width, generator=draw).to(dtype)
     for number, (layer, slot) in enumerate(zip(of_layers.tolist(), slots.tolist(), strict=True)):
         expected[layer, slot // size // heads, slot // size % heads, slot % size] = new[number]
@@ -352,9 +352,9 @@ def test_tables_are_shifted_by_what_was_dropped(implementation: str, size: int) 
     slots, expected = torch.full((tokens + 3,), -1), torch.full((tokens + 3,), -1)
     for row, (before, after, gone) in enumerate(rows):
         for token, position in zip(range(int(starts[row]), tokens), range(before, after), strict=False):
-            there = position - gone % size
+            shifted = position - gone % size
             slots[token] = int(table[row, position // size]) * size + position % size
-            expected[token] = int(table[row, there // size]) * size + there % size
+            expected[token] = int(table[row, shifted // size]) * size + shifted % size
     left_table, left = torch.zeros(12, 100, dtype=torch.int32), torch.full((12,), 99, dtype=torch.int32)
     addresses = left_table.data_ptr(), left.data_ptr(), slots.data_ptr()
     lengths, dropped = torch.tensor([row[1] for row in rows]).int(), torch.tensor([row[2] for row in rows])
@@ -381,7 +381,7 @@ def test_layouts_are_found_again_after_drafts_were_taken_back(implementation: st
     for before, after, pages in ((7, 7), (14, 14), [7, 11]), ((left, 14), (left + 1, 15), [4 + left // 4, 11]):
         step = torch.tensor([before, after, (1, 1)])
         assert follow_layouts(filed, table, *step, lost, 4, rows.layout, 6).tolist() == pages
-        assert all(torch.equal(part, own) for part, own in zip(rows.layout, expected, strict=True))
+        assert all(torch.equal(part, right) for part, right in zip(rows.layout, expected, strict=True))
     assert not lost
     follow_layouts(filed, table, *torch.tensor([(7, 7), (8, 8), (1, 1)]), lost, 4, rows.layout, 6)
     assert lost

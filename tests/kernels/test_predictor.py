@@ -40,10 +40,16 @@ def random_networks(head_dim: int, value_dim: int, width: int, draw: torch.Gener
 
 
 def expected(
-    keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, frequency: Tensor, known: Tensor
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    new: Tensor,
+    networks: Networks,
+    frequency: Tensor,
+    earlier_codes: Tensor,
 ) -> Tensor:
     """The formula's log scores and slopes, one entry after another; what known codes hold elsewhere."""
-    outputs = torch.stack(decode(known.double()), -1)
+    outputs = torch.stack(decode(earlier_codes.double()), -1)
     for row, head, entry in new.nonzero().tolist():
         layer = row // ROWS
         linear, hidden, hidden_bias, output, output_bias = (part[layer, head].double() for part in networks[:5])
@@ -60,10 +66,12 @@ def expected(
     return outputs
 
 
-def check_codes(codes: Tensor, outputs: Tensor, given: dict[str, Any]) -> None:
+def check_codes(codes: Tensor, outputs: Tensor, parts: dict[str, Any]) -> None:
     """Codes are whole numbers that hold the formula's to half a step; others are what they were."""
-    new = given["new"]
-    assert torch.equal(codes[~new], torch.zeros_like(codes)[~new] if given["known"] is None else given["known"][~new])
+    new = parts["new"]
+    assert torch.equal(
+        codes[~new], torch.zeros_like(codes)[~new] if parts["earlier_codes"] is None else parts["earlier_codes"][~new]
+    )
     assert torch.equal(codes, codes.round()) and codes[new].min() >= 1 and codes.max() < 2**24
     far = (torch.stack(decode(codes), -1).double() - outputs)[new].abs()
     assert (far < STEPS / 2 + ROUNDING).all()
@@ -81,7 +89,7 @@ def entries_of(
         "keys": torch.randn(*shape, head_dim, generator=draw).to(dtype),
         "values": torch.randn(*shape, value_dim, generator=draw).to(dtype),
         "positions": torch.randint(LONGEST, shape, generator=draw).sort().values, "new": valid & ~scored,
-        "known": known.where(valid & scored, 0),
+        "earlier_codes": known.where(valid & scored, 0),
     }  # fmt: skip
 
 
@@ -101,13 +109,18 @@ def test_codes_are_the_formulas(
     """At positions up to 131,072; what has a code keeps it, and holes get none."""
     draw = torch.Generator().manual_seed(head_dim)
     networks, frequency = random_networks(head_dim, value_dim, width, draw)
-    given = entries_of(head_dim, value_dim, entries, dtype, draw)
-    outputs = expected(networks=networks, frequency=frequency, **given)
-    check_codes(entry_codes(networks=networks, **given), outputs, given)
-    at_prompt = given | {"positions": given["positions"][:, :1].expand(-1, HEADS, -1), "known": None}
+    entry_parts = entries_of(head_dim, value_dim, entries, dtype, draw)
+    outputs = expected(networks=networks, frequency=frequency, **entry_parts)
+    check_codes(entry_codes(networks=networks, **entry_parts), outputs, entry_parts)
+    at_prompt = entry_parts | {
+        "positions": entry_parts["positions"][:, :1].expand(-1, HEADS, -1),
+        "earlier_codes": None,
+    }
     at_prompt["keys"] = at_prompt["keys"].transpose(1, 2).contiguous().transpose(1, 2)  # as layers make them
     outputs = expected(
-        networks=networks, frequency=frequency, **at_prompt | {"known": torch.zeros_like(given["known"])}
+        networks=networks,
+        frequency=frequency,
+        **at_prompt | {"earlier_codes": torch.zeros_like(entry_parts["earlier_codes"])},
     )
     check_codes(entry_codes(networks=networks, **at_prompt), outputs, at_prompt)
 
@@ -118,10 +131,10 @@ def test_blocks_of_any_size_have_the_same_codes(block: int, monkeypatch: pytest.
     monkeypatch.setattr(predictor, "CACHE_BLOCK", block)
     draw = torch.Generator().manual_seed(3)
     networks, frequency = random_networks(8, 8, 6, draw)
-    given = entries_of(8, 8, 70, torch.float32, draw)
-    given["positions"] = given["positions"][:ROWS, :1].repeat(LAYERS, 1, 1).expand(-1, HEADS, -1)
-    outputs = expected(networks=networks, frequency=frequency, **given)
-    check_codes(entry_codes(networks=networks, **given), outputs, given)
+    parts = entries_of(8, 8, 70, torch.float32, draw)
+    parts["positions"] = parts["positions"][:ROWS, :1].repeat(LAYERS, 1, 1).expand(-1, HEADS, -1)
+    outputs = expected(networks=networks, frequency=frequency, **parts)
+    check_codes(entry_codes(networks=networks, **parts), outputs, parts)
 
 
 def test_what_a_code_holds() -> None:
@@ -148,37 +161,42 @@ def test_codes_of_pages_are_those_of_stores(
     _table.cache_clear()
     draw, entries = torch.Generator().manual_seed(1), 30
     networks, _ = random_networks(head_dim, head_dim, 20, draw)
-    given, pages = entries_of(head_dim, head_dim, entries, dtype, draw), -(-entries // size)
+    entry_parts, pages = entries_of(head_dim, head_dim, entries, dtype, draw), -(-entries // size)
     blocks, layer = ROWS * pages + 3, torch.arange(LAYERS)[:, None, None, None]
     caches = torch.full((3, blocks, HEADS, size, 2 * head_dim), math.nan).to(dtype)
     anywhere = [torch.randperm(blocks * HEADS, generator=draw)[: ROWS * HEADS * pages] for _ in range(LAYERS)]
-    own = torch.stack(anywhere).view(LAYERS, ROWS, HEADS, pages)
+    pages_of_heads = torch.stack(anywhere).view(LAYERS, ROWS, HEADS, pages)
     whole = torch.nn.functional.pad(
-        torch.cat([given["keys"], given["values"]], -1), (0, 0, 0, pages * size - entries), value=math.nan
+        torch.cat([entry_parts["keys"], entry_parts["values"]], -1), (0, 0, 0, pages * size - entries), value=math.nan
     )
-    there, formats = (1 + layer, own // HEADS, own % HEADS), []
-    caches[there] = whole.view(LAYERS, ROWS, HEADS, pages, size, -1)
+    address, formats = (1 + layer, pages_of_heads // HEADS, pages_of_heads % HEADS), []
+    caches[address] = whole.view(LAYERS, ROWS, HEADS, pages, size, -1)
     kept = list(caches)
     if stored:
         kept, floats, how = quantised(kept, *stored, dtype, draw)
-        formats, read = [how] * LAYERS, torch.stack(floats)[there].flatten(3, 4).flatten(0, 1).nan_to_num()
-        given["keys"], given["values"] = read[:, :, :entries].chunk(2, -1)
-    subpages, parts = (own + layer * blocks * HEADS).flatten(0, 1), {name: given[name] for name in ("positions", "new")}
-    for known in (given["known"], None):
-        made = entry_codes_in_pages(kept, 1, subpages, networks=networks, formats=formats, known=known, **parts)
-        check_same_codes(made, entry_codes(networks=networks, **given | {"known": known}), 0.98)
+        formats, read = [how] * LAYERS, torch.stack(floats)[address].flatten(3, 4).flatten(0, 1).nan_to_num()
+        entry_parts["keys"], entry_parts["values"] = read[:, :, :entries].chunk(2, -1)
+    subpages, parts = (
+        (pages_of_heads + layer * blocks * HEADS).flatten(0, 1),
+        {name: entry_parts[name] for name in ("positions", "new")},
+    )
+    for earlier in (entry_parts["earlier_codes"], None):
+        codes = entry_codes_in_pages(
+            kept, 1, subpages, networks=networks, formats=formats, earlier_codes=earlier, **parts
+        )
+        check_same_codes(codes, entry_codes(networks=networks, **entry_parts | {"earlier_codes": earlier}), 0.98)
 
 
 def test_what_has_a_code_is_not_read(implementation: str) -> None:
     """Nor is a number that is none in one entry anything to its neighbours."""
     draw = torch.Generator().manual_seed(2)
     networks, _ = random_networks(8, 8, 6, draw)
-    given = entries_of(8, 8, 70, torch.float32, draw)
-    for part in (given["keys"], given["values"]):
-        part.masked_fill_(~given["new"][..., None], math.nan)
-    assert entry_codes(networks=networks, **given).isfinite().all()
-    given["keys"][0, 0, 40] = math.nan
-    spoilt = entry_codes(networks=networks, **given).isnan()
+    parts = entries_of(8, 8, 70, torch.float32, draw)
+    for part in (parts["keys"], parts["values"]):
+        part.masked_fill_(~parts["new"][..., None], math.nan)
+    assert entry_codes(networks=networks, **parts).isfinite().all()
+    parts["keys"][0, 0, 40] = math.nan
+    spoilt = entry_codes(networks=networks, **parts).isnan()
     assert spoilt[0, 0, 40] and spoilt.sum() == 1
 
 

@@ -36,23 +36,23 @@ def pair(seed: int, heads: int, n: int, value_dim: int) -> tuple[Tensor, Tensor]
 
 
 def check(
-    made: tuple[Tensor, dict[str, Tensor]], queries: Tensor, entries: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor],
-    softmax: Softmax, pieces: Sequence[PackedSequence],
+    results: tuple[Tensor, dict[str, Tensor]], queries: Tensor, entries: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor], softmax: Softmax, pieces: Sequence[PackedSequence],
 ) -> None:  # fmt: skip
     """Output, and columns of attention to the entries, against attention number by number, piece by piece."""
-    output, received = made
+    output, received = results
     (heads, n, _), cached, first = queries.shape, entries[0].shape[1], 0
     group, paid = heads // len(entries[0]), torch.zeros(heads, n, cached, dtype=torch.float64)
     for size, scope in pieces:
         sinks, start, stop = scope or (0, 0, cached)
         for head, i in product(range(heads), range(first, first + size)):
-            both = zip(entries, own, strict=True)
-            keys, values = (torch.cat([a[head // group], b[head // group, first : i + 1]]).double() for a, b in both)
+            pairs = zip(entries, new, strict=True)
+            keys, values = (torch.cat([a[head // group], b[head // group, first : i + 1]]).double() for a, b in pairs)
             products = keys @ queries[head, i].double() * softmax.scaling
             expected = attention_of(products, softmax, head) @ values
             torch.testing.assert_close(output[head, i].double(), expected, **EXACT)
-            seen = [*range(sinks), *range(start, stop), *range(cached, len(keys))]
-            paid[head, i, start:stop] = attention_of(products[seen], softmax, head)[sinks : sinks + stop - start]
+            visible = [*range(sinks), *range(start, stop), *range(cached, len(keys))]
+            paid[head, i, start:stop] = attention_of(products[visible], softmax, head)[sinks : sinks + stop - start]
         first += size
     for name, right in {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}.items():
         torch.testing.assert_close(received[name].double(), right, **EXACT)
@@ -72,12 +72,12 @@ def test_attention_and_its_columns(
     softmax = replace(other_softmax(kv_heads * group)[kind], scaling=0.7)
     queries = random(seed, kv_heads * group, n, head_dim) * 2
     entries = random(seed + 1, kv_heads, cached, head_dim), random(seed + 2, kv_heads, cached, value_dim)
-    own = random(seed + 3, kv_heads, n, head_dim), random(seed + 4, kv_heads, n, value_dim)
+    new = random(seed + 3, kv_heads, n, head_dim), random(seed + 4, kv_heads, n, value_dim)
     with patch.object(second_pass, "_LEAST_ROWS", rows), patch.object(second_pass, "PRODUCT_BLOCK", 1):
-        made = second_pass_attention(queries, entries, own, softmax, NAMES, pieces)
-        few = second_pass_attention(queries, entries, own, softmax, {"max"}, pieces)[1]
-    check(made, queries, entries, own, softmax, pieces)
-    assert list(few) == ["max"] and torch.equal(few["max"], made[1]["max"])  # only what is asked for
+        results = second_pass_attention(queries, entries, new, softmax, NAMES, pieces)
+        few = second_pass_attention(queries, entries, new, softmax, {"max"}, pieces)[1]
+    check(results, queries, entries, new, softmax, pieces)
+    assert list(few) == ["max"] and torch.equal(few["max"], results[1]["max"])  # only what is asked for
 
 
 @pytest.mark.cross
@@ -86,10 +86,10 @@ def test_attention_and_its_columns(
 def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
     """In a narrower softmax a sink still has its part."""
     scopes = (3, None), (1, SoftmaxScope(2, 3, 7)), (4, SoftmaxScope(0, 0, 5))
-    queries, own, entries = random(0, 6, 8, 4), pair(1, 2, 8, value_dim), pair(3, 2, 11, value_dim)
-    pieces, softmax = [PackedSequence(*each) for each in scopes], other_softmax(6)[kind]
-    made = second_pass_attention(queries, entries, own, softmax, NAMES, pieces)
-    check(made, queries, entries, own, softmax, pieces)
+    queries, new, entries = random(0, 6, 8, 4), pair(1, 2, 8, value_dim), pair(3, 2, 11, value_dim)
+    pieces, softmax = [PackedSequence(*piece) for piece in scopes], other_softmax(6)[kind]
+    results = second_pass_attention(queries, entries, new, softmax, NAMES, pieces)
+    check(results, queries, entries, new, softmax, pieces)
 
 
 @pytest.mark.parametrize("blocks", [1, 2**18])
@@ -109,8 +109,8 @@ def test_bfloat16_is_close_to_float32(blocks: int) -> None:
 
 
 def test_a_number_that_overflowed_stays_in_its_own_head() -> None:
-    queries, keys, own = random(0, 4, 3, 4), random(1, 2, 9, 4), random(2, 2, 3, 4)
+    queries, keys, new = random(0, 4, 3, 4), random(1, 2, 9, 4), random(2, 2, 3, 4)
     keys[0, 2, 0] = math.nan
-    output, received = second_pass_attention(queries, (keys, keys), (own, own), Softmax(1.0), NAMES)
+    output, received = second_pass_attention(queries, (keys, keys), (new, new), Softmax(1.0), NAMES)
     for part in (output, *received.values()):
         assert part[:2].isnan().all() and part[2:].isfinite().all()

@@ -31,8 +31,8 @@ def received_of(
     if sums_of == "largest":
         sinks = None if softmax.sinks is None else softmax.sinks[heads.start : heads.stop].amax(0, keepdim=True)
         return attention_of(products.amax(0), replace(softmax, sinks=sinks), 0, bias)[None]
-    each = torch.stack([attention_of(row, softmax, head, bias) for head, row in zip(heads, products, strict=True)])
-    return each if sums_of == "each" else each.mean(0, keepdim=True)
+    by_head = torch.stack([attention_of(row, softmax, head, bias) for head, row in zip(heads, products, strict=True)])
+    return by_head if sums_of == "each" else by_head.mean(0, keepdim=True)
 
 
 def expected(
@@ -43,13 +43,13 @@ def expected(
     column = torch.ones(len(packed.keys), *sums_of.shape(group), dtype=torch.float64)
     for run, i in heads_of(packed):
         request, kv_head = divmod(run.first + i, kv_heads)
-        place = torch.arange(run.count) + run.start + i * run.capacity
+        rows = torch.arange(run.count) + run.start + i * run.capacity
         for row in range(queries.shape[2]):
-            seen = place[packed.positions[place] <= last[request, row]]
+            visible = rows[packed.positions[rows] <= last[request, row]]
             heads = range(kv_head * group, (kv_head + 1) * group)
-            products = queries[request, heads, row].double() @ packed.keys[seen].double().T * softmax.scaling
-            bias = 0.0 if packed.bias is None else packed.bias[seen]
-            column[seen] += received_of(products, softmax, heads, sums_of, bias).T.reshape(-1, *column.shape[1:])
+            products = queries[request, heads, row].double() @ packed.keys[visible].double().T * softmax.scaling
+            bias = 0.0 if packed.bias is None else packed.bias[visible]
+            column[visible] += received_of(products, softmax, heads, sums_of, bias).T.reshape(-1, *column.shape[1:])
     return column
 
 
@@ -110,11 +110,13 @@ def test_sums_of_heads_that_lie_apart(
     sums = received_attention(queries, keys, positions, last, softmax, valid, sums_of, bias)
     right = torch.zeros(heads, 1 if sums_of == "largest" else group, entries, dtype=torch.float64)
     for head, row in product(range(heads), range(n)):
-        seen = positions[head] <= last[head, row]
-        seen = (seen if valid is None else seen & valid[head]).nonzero()[:, 0]
-        products = queries[head, :, row].double() @ keys[head, seen].double().T * whole.scaling
-        own = 0.0 if bias is None else bias[head, seen]
-        right[head][:, seen] += received_of(products, whole, range(head * group, (head + 1) * group), sums_of, own)
+        visible = positions[head] <= last[head, row]
+        visible = (visible if valid is None else visible & valid[head]).nonzero()[:, 0]
+        products = queries[head, :, row].double() @ keys[head, visible].double().T * whole.scaling
+        head_bias = 0.0 if bias is None else bias[head, visible]
+        right[head][:, visible] += received_of(
+            products, whole, range(head * group, (head + 1) * group), sums_of, head_bias
+        )
     torch.testing.assert_close(sums.double(), right, **TOLERANCE[dtype])
 
 
@@ -186,11 +188,11 @@ def check_in_pages(
     """Numbers of the second layer are those of its entries, one by one; all others are what they were."""
     _, kv_heads, size, _ = case.caches[0].shape
     add_received_in_pages(caches, range(1, 2), queries, in_pages(case, layers), received, formats)
-    some = [queries.rings[0, slot, of] for slot, of in zip(queries.slots, queries.places, strict=True)]
-    group, sinks = some[0].shape[1] // kv_heads, received.softmax.sinks
+    row_queries = [queries.rings[0, slot, of] for slot, of in zip(queries.slots, queries.places, strict=True)]
+    group, sinks = row_queries[0].shape[1] // kv_heads, received.softmax.sinks
     softmax = replace(received.softmax, sinks=None if sinks is None else sinks[1])
-    made = [received.column, *received.own]
-    right = [None if of is None else torch.full_like(of, BEFORE, dtype=torch.float64) for of in made]
+    columns = [received.column, *received.own]
+    right = [None if of is None else torch.full_like(of, BEFORE, dtype=torch.float64) for of in columns]
     for (r, row), head in product(enumerate(case.rows), range(kv_heads)):
         slots, (positions, numbers, biases) = _slots(row, head, size), case.held(r, head)
         if received.positions is None:  # what was kept lies just before what came since
@@ -198,15 +200,15 @@ def check_in_pages(
         sums = torch.full((len(slots), group if received.sums_of == "each" else 1), BEFORE, dtype=torch.float64)
         sums[len(slots) - int(received.unwritten[r]) :] = 0.0
         heads = range(head * group, head * group + group)
-        for query, last in zip(some[r].double(), received.last_visible[r], strict=True):
-            seen, added = positions <= last, biases * (received.bias is not None)
-            products = query[heads] @ numbers[seen, : query.shape[1]].T * softmax.scaling
-            sums[seen] += received_of(products, softmax, heads, received.sums_of, added[seen]).T
-        for i, ((slot, _), own) in enumerate(zip(slots, sums, strict=True)):
+        for query, last in zip(row_queries[r].double(), received.last_visible[r], strict=True):
+            visible, added = positions <= last, biases * (received.bias is not None)
+            products = query[heads] @ numbers[visible, : query.shape[1]].T * softmax.scaling
+            sums[visible] += received_of(products, softmax, heads, received.sums_of, added[visible]).T
+        for i, ((slot, _), numbers_of_entry) in enumerate(zip(slots, sums, strict=True)):
             private = right[1 + r] if received.own else None
-            target, there = (right[0], place(case, slot)) if private is None else (private, (1, head, i))
-            target[there] = own.view(target.shape[len(there) :])
-    for of, whole in zip(right, made, strict=True):
+            target, address = (right[0], place(case, slot)) if private is None else (private, (1, head, i))
+            target[address] = numbers_of_entry.view(target.shape[len(address) :])
+    for of, whole in zip(right, columns, strict=True):
         if of is not None and whole is not None:
             torch.testing.assert_close(whole.double(), of, **TOLERANCE[queries.rings.dtype])
 
@@ -231,11 +233,11 @@ def test_sums_in_pages(
     last = torch.stack([torch.randint(-1, row.length, (n,), generator=draw) for row in case.rows]).sort().values
     columns = torch.full((*case.bias.shape, *sums_of.shape(group)), BEFORE)
     room = 2, kv_heads, 24, *sums_of.shape(group)
-    own = [torch.full(room, BEFORE) if row in (1, 2) else None for row in range(rows)] if positioned else []
+    private = [torch.full(room, BEFORE) if row in (1, 2) else None for row in range(rows)] if positioned else []
     bias, positions = case.bias if group == 3 else None, positions_of(case, size) if positioned else None
     sinks = torch.randn(2, kv_heads * group, generator=draw) if softmax == "sinks" else None
     makes = Softmax(0.3, None if softmax == "plain" else 0.7, sinks)
-    received = ColumnTarget(columns, last, unwritten(case), makes, sums_of, bias, positions, own)
+    received = ColumnTarget(columns, last, unwritten(case), makes, sums_of, bias, positions, private)
     check_in_pages(case, case.caches, [], RecordedQueries(rings, slots, at_places), received)
 
 
@@ -262,8 +264,8 @@ def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None, monke
     monkeypatch.setattr("keepset.kernels.triton.paged_window.LEAST_PART", 16)
     case, last = Case.draw([108, 100, 3], [1, 1, 3], 2, 16, 8, torch.float32), [[95, 107], [90, 99], [1, 2]]
     target = torch.full(case.bias.shape, BEFORE), torch.tensor(last), unwritten(case), Softmax(0.5)
-    places = torch.tensor([1, 0, 2]), torch.tensor([[3, 4], [0, 1], [2, 0]])
-    queries = RecordedQueries(torch.randn(1, 3, 5, 4, 8, generator=seeded(1)), *places)
+    slots_and_indices = torch.tensor([1, 0, 2]), torch.tensor([[3, 4], [0, 1], [2, 0]])
+    queries = RecordedQueries(torch.randn(1, 3, 5, 4, 8, generator=seeded(1)), *slots_and_indices)
     check_in_pages(case, case.caches, [], queries, ColumnTarget(*target), layers=1)
 
 
@@ -275,8 +277,8 @@ def test_what_is_no_number_in_pages_spoils_its_own_head_only(
     case = Case.draw([9], [9], 2, 4, 8, torch.float32)
     spoilt = _slots(case.rows[0], 1, 4)
     slot = spoilt[2][0]
-    layer, *there = at(slot, 4, 2, len(case.caches[0]))
-    case.caches[layer][tuple(there)][0] = strange
+    layer, *address = at(slot, 4, 2, len(case.caches[0]))
+    case.caches[layer][tuple(address)][0] = strange
     column = torch.zeros(*case.bias.shape, *sums_of.shape(2))
     received = ColumnTarget(column, torch.tensor([[8, 8]]), torch.tensor([9]), Softmax(0.3), sums_of)
     queries = RecordedQueries(torch.ones(1, 1, 2, 4, 8), torch.tensor([0]), torch.arange(2)[None])

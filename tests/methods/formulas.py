@@ -118,8 +118,10 @@ def group_of(observation: Observation, head: int) -> range:
 def heads_that_agree(observation: Observation, request: int, head: int) -> range:
     """Return all KV heads if they hold the same entries, else this head alone."""
     heads = range(observation.keys.shape[1])
-    alike = all(positions_of(observation, request, other) == positions_of(observation, request, 0) for other in heads)
-    return heads if alike else range(head, head + 1)
+    agree = all(
+        positions_of(observation, request, kv_head) == positions_of(observation, request, 0) for kv_head in heads
+    )
+    return heads if agree else range(head, head + 1)
 
 
 def mean_window(observation: Observation, request: int, heads: range, window: int) -> list[float]:
@@ -176,10 +178,12 @@ def lagkv(observation: Observation, method: LagKV, request: int, head: int) -> l
     while start + 2 * method.lag <= length:
         middle, end = start + method.lag, start + 2 * method.lag
         parts = [information(states[start:middle], states[middle:end]) for states in (keys, values)]
-        both = [k + v for k, v in zip(*parts, strict=True)]
-        for place, own in enumerate(both):
-            worse = sum(other < own or (other == own and before < place) for before, other in enumerate(both))
-            scores[start + place] = worse / method.lag
+        summed = [k + v for k, v in zip(*parts, strict=True)]
+        for index, score in enumerate(summed):
+            worse = sum(
+                another < score or (another == score and before < index) for before, another in enumerate(summed)
+            )
+            scores[start + index] = worse / method.lag
         start = middle
     return scores
 
@@ -285,9 +289,12 @@ def prompt_queries(observation: Observation, method: PromptQueries, request: int
     squares = observation[PromptQueryAttention(method.stride)][request].tolist()
     received = [[math.sqrt(square) for square in squares[member][:length]] for member in members]
     for needed in method.traits.needs.of(SecondPass):
-        told, tokens = observation[needed].statistics["square"][request], int(observation[needed].tokens[request])
+        root_squares, tokens = (
+            observation[needed].statistics["square"][request],
+            int(observation[needed].tokens[request]),
+        )
         for row, member in zip(received, members, strict=True):
-            for entry, square in enumerate(told[member, :length].tolist()):
+            for entry, square in enumerate(root_squares[member, :length].tolist()):
                 row[entry] += math.sqrt(square / tokens) / 2
     return [sum(column) / len(members) for column in zip(*received, strict=True)]
 
@@ -300,12 +307,12 @@ HOW += [("max", True, "projected"), ("mean", False, "projected")]
 @formula(*(SecondPassAttention(*what, *how) for what, how in product(WHAT, HOW)))
 def second_pass(observation: Observation, method: SecondPassAttention, request: int, head: int) -> list[float]:
     """Equations 14 to 16."""
-    own = _one_head(observation, method, request, head)
+    scores = _one_head(observation, method, request, head)
     if not method.mean_term:
-        return own
+        return scores
     heads = heads_that_agree(observation, request, head)
-    rows = [_one_head(observation, method, request, other) for other in heads]
-    return [a + sum(column) / len(heads) for a, *column in zip(own, *rows, strict=True)]
+    rows = [_one_head(observation, method, request, kv_head) for kv_head in heads]
+    return [a + sum(column) / len(heads) for a, *column in zip(scores, *rows, strict=True)]
 
 
 def _one_head(observation: Observation, method: SecondPassAttention, request: int, head: int) -> list[float]:
@@ -408,9 +415,9 @@ def expected_attention(observation: Observation, method: ExpectedAttention, requ
 
 def _between(number: int, knots: int) -> tuple[int, float]:
     """The knot of 1, 2, 4, ... before a number, and how far it is to the next one in the logarithm."""
-    place = min(math.log2(number), knots - 1)
-    before = min(int(place), knots - 2)
-    return before, place - before
+    exponent = min(math.log2(number), knots - 1)
+    before = min(int(exponent), knots - 2)
+    return before, exponent - before
 
 
 @formula(Distilled(), Distilled(threshold=0.3), exact=dict(rtol=1e-4, atol=1e-6))
@@ -431,14 +438,14 @@ def distilled(observation: Observation, method: Distilled, request: int, head: i
             if second is not None:
                 plain[second] = point.imag
         inputs = [*plain, *value, *(math.log(math.hypot(*numbers)) for numbers in (plain, value))]
-        (knot, place), (row, of_row) = _between(length - position, len(age[0])), _between(length, len(age))
+        (knot, fraction), (row, of_row) = _between(length - position, len(age[0])), _between(length, len(age))
         nearer, further = (
-            between[knot] + place * (between[knot + 1] - between[knot]) for between in age[row : row + 2]
+            between[knot] + fraction * (between[knot + 1] - between[knot]) for between in age[row : row + 2]
         )
         units = [dot(weights, inputs) + bias for weights, bias in zip(hidden, hidden_bias, strict=True)]
         active = [unit * (1 + math.erf(unit / math.sqrt(2))) / 2 for unit in units]
         score, slope = (
-            output_bias[place] + dot(linear[place], inputs) + dot(output[place], active) for place in (0, 1)
+            output_bias[index] + dot(linear[index], inputs) + dot(output[index], active) for index in (0, 1)
         )
         score, slope = round(score * 512) / 512, round(max(-511, min(511, slope * 256))) / 256
         octaves = min(math.log2(length - position), len(age[0]) - 1)
@@ -466,7 +473,7 @@ def _planes(measured: LayerStatistics) -> list[tuple[int, int | None, float]]:
 
 def _of_query_head(observation: Observation, method: TriAttention, request: int, head: int, member: int) -> list[float]:
     """Return the standardised scores of one query head: keys un-rotated, then the series term by term."""
-    measured, now = observation[ModelStatistics("")].layers[observation.layer], int(observation.lengths[request])
+    measured, newest = observation[ModelStatistics("")].layers[observation.layer], int(observation.lengths[request])
     mean, norms = measured.mean[member].double().tolist(), measured.norm[member].double().tolist()
     offsets = [2**n for n in range(40) if 2**n <= method.horizon]
     keys, positions = rows_of(observation.keys, observation, request, head), positions_of(observation, request, head)
@@ -479,7 +486,7 @@ def _of_query_head(observation: Observation, method: TriAttention, request: int,
             plain *= cmath.exp(-1j * frequency * position) / gain
             angle = cmath.phase(centre * plain.conjugate())
             for offset in offsets:
-                turned = math.cos(frequency * (now + offset - position) + angle)
+                turned = math.cos(frequency * (newest + offset - position) + angle)
                 score += gain**2 * abs(centre) * abs(plain) * turned / len(offsets)
             score += gain**2 * (1 - abs(centre) / norms[first]) * norms[first] * abs(plain)
         scores.append(score)

@@ -115,8 +115,8 @@ class Rope:
         at = torch.tensor(self.lengths)[:, None] + torch.arange(future)
         angles = at[:, None, None, :, None] * frequencies
         cos, sin = angles.cos().mean(-2), angles.sin().mean(-2)
-        x, y, rest = rows.double().split([half, half, rows.shape[-1] - 2 * half], -1)
-        return torch.cat([x * cos - y * sin, y * cos + x * sin, rest], -1).to(rows.dtype)
+        x, y, unrotated = rows.double().split([half, half, rows.shape[-1] - 2 * half], -1)
+        return torch.cat([x * cos - y * sin, y * cos + x * sin, unrotated], -1).to(rows.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,7 +307,7 @@ def several(observations: Sequence[Observation]) -> Observation:
     """Layers of the same requests as one batch, layer after layer."""
     first = observations[0]
     names = ("keys", "values", "queries", "positions", "valid", "lengths", "prompts", "query_positions")
-    rope = Rope(tuple(torch.cat([each.lengths for each in observations]).tolist()))
+    rope = Rope(tuple(torch.cat([observation.lengths for observation in observations]).tolist()))
 
     def joined(values: Sequence[Any]) -> Any:
         if isinstance(values[0], QueryDistribution):
@@ -329,9 +329,9 @@ def several(observations: Sequence[Observation]) -> Observation:
         return queries
 
     return Observation(
-        **{name: torch.cat([getattr(each, name) for each in observations]) for name in names},
-        features={of: joined([each.features[of] for each in observations]) for of in first.features},
-        layer_ids=[each.layer for each in observations],
+        **{name: torch.cat([getattr(observation, name) for observation in observations]) for name in names},
+        features={of: joined([observation.features[of] for observation in observations]) for of in first.features},
+        layer_ids=[observation.layer for observation in observations],
         layers=first.layers,
     )
 
@@ -358,7 +358,10 @@ def sets_of(
 ) -> list[list[list[int]]]:
     """Return what every head of one request keeps, `[layer][head]`."""
     keep_set = method.select_all(observations, budget)
-    return [[kept(keep_set, each, request, head) for head in range(each.keys.shape[1])] for each in observations]
+    return [
+        [kept(keep_set, observation, request, head) for head in range(observation.keys.shape[1])]
+        for observation in observations
+    ]
 
 
 def heads_of(method: Method, observation: Observation, budget: Budget, request: int = 0) -> list[list[int]]:
@@ -396,11 +399,11 @@ def window_attention(observation: Observation, request: int, query_head: int, wi
     rows = []
     for back in range(count, 0, -1):
         query = observation.queries[request, query_head, -back].double().tolist()
-        seen = [entry for entry in range(length) if positions[entry] <= newest - back]
-        products = [dot(query, keys[entry]) * observation.scaling for entry in seen]
+        visible = [entry for entry in range(length) if positions[entry] <= newest - back]
+        products = [dot(query, keys[entry]) * observation.scaling for entry in visible]
         attention = attention_of(products, observation, query_head)
         row = [0.0] * length
-        for entry, weight in zip(seen, attention, strict=True):
+        for entry, weight in zip(visible, attention, strict=True):
             row[entry] = weight
         rows.append(row)
     return rows

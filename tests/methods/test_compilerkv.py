@@ -37,23 +37,23 @@ def layers_of(
     features: dict[Any, Any] = {Perplexity(WINDOW): torch.tensor(perplexities)}
     if file:
         features[ModelTables(file)] = load(file)
-    places = positions or [None] * layers
+    layer_positions = positions or [None] * layers
     same: dict[str, Any] = dict(window=WINDOW, layers=range(layers), dtype=dtype, features=features)
-    return [observe(shape, layer=i, seed=seed + i, positions=places[i], **same) for i in range(layers)]
+    return [observe(shape, layer=i, seed=seed + i, positions=layer_positions[i], **same) for i in range(layers)]
 
 
 def mean_attention(observations: Sequence[Observation], request: int) -> list[float]:
     """Equation 6, summed over the window, for every position."""
     total = [0.0] * int(observations[0].lengths[request])
     heads = 0
-    for seen in observations:
-        assert seen.queries is not None
-        group = seen.queries.shape[1] // seen.keys.shape[1]
-        for head in range(seen.queries.shape[1]):
+    for observation in observations:
+        assert observation.queries is not None
+        group = observation.queries.shape[1] // observation.keys.shape[1]
+        for head in range(observation.queries.shape[1]):
             heads += 1
-            for row in window_attention(seen, request, head, WINDOW):
+            for row in window_attention(observation, request, head, WINDOW):
                 for entry, weight in enumerate(row):
-                    total[int(seen.positions[request, head // group, entry])] += weight
+                    total[int(observation.positions[request, head // group, entry])] += weight
     return [weight / heads for weight in total]
 
 
@@ -61,20 +61,22 @@ def utilities(
     observations: Sequence[Observation], layer: int, request: int, weights: Sequence[float], method: CompilerKV
 ) -> list[list[float]]:
     """Equations 7 to 10: of every KV head and entry, of all heads together where these hold the same entries."""
-    seen, alpha = observations[layer], mean_attention(observations, request)
-    kv_heads, length = seen.keys.shape[1], length_of(seen, request)
+    observation, alpha = observations[layer], mean_attention(observations, request)
+    kv_heads, length = observation.keys.shape[1], length_of(observation, request)
     group = len(weights) // kv_heads
     best = [[-math.inf] * length for _ in range(kv_heads)]
     for head, weight in enumerate(weights):
         of = head // group
-        norms = [math.sqrt(sum(x * x for x in value)) for value in seen.values[request, of, :length].double().tolist()]
-        own = [sum(column) for column in zip(*window_attention(seen, request, head, WINDOW), strict=True)]
+        norms = [
+            math.sqrt(sum(x * x for x in value)) for value in observation.values[request, of, :length].double().tolist()
+        ]
+        usage = [sum(column) for column in zip(*window_attention(observation, request, head, WINDOW), strict=True)]
         for entry in range(length):
-            attention = alpha[int(seen.positions[request, of, entry])] if method.global_mean else own[entry]
+            attention = alpha[int(observation.positions[request, of, entry])] if method.global_mean else usage[entry]
             relative = norms[entry] / (sum(norms) / length) if method.relative_norm else 1.0
             best[of][entry] = max(best[of][entry], attention * relative * (weight if method.head_table else 1.0))
-    places = seen.positions[request, :, :length].tolist()
-    if all(head == places[0] for head in places):
+    positions = observation.positions[request, :, :length].tolist()
+    if all(head == positions[0] for head in positions):
         return [[max(column) for column in zip(*best, strict=True)]] * kv_heads
     return best
 
@@ -96,8 +98,8 @@ def best_first(scores: list[float], budget: Budget) -> tuple[list[int], list[int
     """Entries that always stay, and the rest from the best; of equal ones the later."""
     entries = range(len(scores))
     always = [e for e in entries if e < budget.sinks or e >= len(scores) - budget.recent]
-    rest = [entry for entry in entries if entry not in always]
-    return always, sorted(rest, key=lambda entry: (scores[entry], entry), reverse=True)
+    compared = [entry for entry in entries if entry not in always]
+    return always, sorted(compared, key=lambda entry: (scores[entry], entry), reverse=True)
 
 
 @st.composite
@@ -130,20 +132,20 @@ def written(
 
 
 def literally_kept(
-    method: CompilerKV, utility: list[float], tau: float, budget: Budget, wanted: int
+    method: CompilerKV, utility: list[float], tau: float, budget: Budget, count: int
 ) -> tuple[list[int], int]:
     """Equations 15 and 16, of one layer, and how many candidates there are; what always stays is one by itself."""
-    always, rest = best_first(utility, budget)
+    always, compared = best_first(utility, budget)
     queries = min(WINDOW, len(utility))
     # The attention of that many queries adds up to their number: its mean over the text is this.
     mean = queries / len(utility) if method.threshold == "mean" else 1.0
     candidates = [t for t in range(len(utility)) if t in always or utility[t] >= tau * mean]
     if method.elastic and not candidates:
-        return rest[:1], 0
-    if method.elastic and len(candidates) <= wanted:
+        return compared[:1], 0
+    if method.elastic and len(candidates) <= count:
         return candidates, len(candidates)
-    best = [t for t in always + rest if t in candidates or not method.elastic]
-    return sorted(best[:wanted]), len(candidates)
+    best = [t for t in always + compared if t in candidates or not method.elastic]
+    return sorted(best[:count]), len(candidates)
 
 
 @examples(160)
@@ -165,14 +167,14 @@ def test_equations_6_to_16(
     for request, length in enumerate(shape.lengths):
         keep = budget.keep
         assert keep is not None
-        wanted = min(keep, length) if isinstance(keep, int) else max(1, length * round(keep * 100) // 100)
-        row = min(range(2), key=lambda i: (abs(wanted - tables.budgets.tolist()[i]), i))
-        for layer, seen in enumerate(observations):
+        count = min(keep, length) if isinstance(keep, int) else max(1, length * round(keep * 100) // 100)
+        row = min(range(2), key=lambda i: (abs(count - tables.budgets.tolist()[i]), i))
+        for layer, observation in enumerate(observations):
             scores = utilities(observations, layer, request, tables.weights[row, layer].tolist(), method)
             entropy = entropy_of(observations, request)
             tau = threshold_of(tables, row, layer, entropy, perplexities[request]) if method.gate else 0.9
-            stay, _ = literally_kept(method, scores[0], tau, budget, wanted)
-            assert all(kept(keep_set, seen, request, head) == stay for head in range(shape.kv_heads))
+            stay, _ = literally_kept(method, scores[0], tau, budget, count)
+            assert all(kept(keep_set, observation, request, head) == stay for head in range(shape.kv_heads))
 
 
 @pytest.mark.parametrize(("threshold", "tau"), [("utility", 0.2), ("mean", 1.0)])
@@ -196,14 +198,16 @@ def test_few_entries_can_reach_a_threshold_of_the_utility_itself() -> None:
     """Utilities under weights of 1 add up to the window's length where values are alike, however long the text is."""
     shape = Shape((400,), 1, 1, 4, 4)
     observations = layers_of(shape, 2, [1.0])
-    for seen in observations:
-        seen.keys.zero_()  # all that is visible is looked at alike
-        seen.values.fill_(1.0)
+    for observation in observations:
+        observation.keys.zero_()  # all that is visible is looked at alike
+        observation.values.fill_(1.0)
     method = CompilerKV(window=WINDOW)
     utility = utilities(observations, 0, 0, [1.0], method)[0]
     assert sum(utility) == pytest.approx(WINDOW, rel=1e-6)
     methods = {name: CompilerKV(window=WINDOW, elastic=True, threshold=name) for name in ("utility", "mean")}
-    counts = {name: int(each.select_all(observations, Budget(400)).counts[0, 0, 0]) for name, each in methods.items()}
+    counts = {
+        name: int(variant.select_all(observations, Budget(400)).counts[0, 0, 0]) for name, variant in methods.items()
+    }
     # Nothing reaches 0.9, and one entry stays all the same; all but the window's last reach 0.9 of the mean.
     assert counts == {"utility": 1, "mean": sum(u >= 0.9 * WINDOW / 400 for u in utility)}
 
@@ -220,23 +224,23 @@ def test_scores_where_heads_hold_different_entries(
     positions = [thinned(shape, 10 * seed + i, 4, newest=1) for i in range(layers)]
     observations = layers_of(shape, layers, [1.0] * shape.batch, positions=positions, dtype=dtype)
     received = method.received_attention(observations)
-    for layer, seen in enumerate(observations):
+    for layer, observation in enumerate(observations):
         row = torch.zeros(shape.batch, dtype=torch.long)
-        scores = method._utility(seen, received, tables, row)
+        scores = method._utility(observation, received, tables, row)
         for request, length in enumerate(shape.lengths):
             expected = utilities(observations, layer, request, tables.weights[0, layer].tolist(), method)
             close = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.04, atol=0.02)
-            wanted = torch.tensor(expected, dtype=torch.float64)
-            torch.testing.assert_close(scores[request, :, :length].double(), wanted, **close)
+            right = torch.tensor(expected, dtype=torch.float64)
+            torch.testing.assert_close(scores[request, :, :length].double(), right, **close)
 
 
 def test_one_layers_score_is_what_it_selects_by() -> None:
     shape = Shape((17, 9), 2, 3, 4, 5)
-    seen = observe(shape, window=WINDOW)
+    observation = observe(shape, window=WINDOW)
     method = CompilerKV(window=WINDOW)
-    scores = method.score(seen)
+    scores = method.score(observation)
     for request, length in enumerate(shape.lengths):
-        expected = utilities([seen], 0, request, [1.0] * 6, method)
+        expected = utilities([observation], 0, request, [1.0] * 6, method)
         torch.testing.assert_close(scores[request, :, :length].tolist(), expected, rtol=1e-4, atol=1e-6)
 
 
@@ -252,8 +256,8 @@ def test_filled_up_the_threshold_changes_nothing(
     methods = [CompilerKV(file, window=WINDOW, gate=gate) for gate in (True, False)]
     for request in range(shape.batch):
         exact, ungated, elastic = (
-            sets_of(each, observations, budget, request)
-            for each in (*methods, CompilerKV(file, window=WINDOW, elastic=True))
+            sets_of(variant, observations, budget, request)
+            for variant in (*methods, CompilerKV(file, window=WINDOW, elastic=True))
         )
         assert exact == ungated
         for of_layer, filled in zip(elastic, exact, strict=True):
@@ -263,9 +267,9 @@ def test_filled_up_the_threshold_changes_nothing(
 def test_equal_scores_keep_the_later_and_all_heads_the_same() -> None:
     shape = Shape((20,), 3, 2, 4, 4)
     observations = layers_of(shape, 2, [1.0])
-    for seen in observations:
-        seen.keys.zero_()
-        seen.values.fill_(1.0)
+    for observation in observations:
+        observation.keys.zero_()
+        observation.values.fill_(1.0)
     # Entries before the window are seen by all of it alike.
     kept = sets_of(CompilerKV(window=WINDOW, elastic=False), observations, Budget(8, recent=WINDOW))
     assert kept == [[[*range(12, 20)]] * 3] * 2
@@ -282,10 +286,10 @@ def test_a_head_that_has_overflowed_does_not_speak_for_the_others(poison: float)
 
 
 def test_values_of_length_zero_are_equal() -> None:
-    seen = observe(Shape((9,), 1, 2, 4, 4), window=WINDOW)
-    seen.values.zero_()
-    plain = CompilerKV(window=WINDOW, relative_norm=False).score(seen)
-    assert torch.equal(CompilerKV(window=WINDOW).score(seen), plain)
+    observation = observe(Shape((9,), 1, 2, 4, 4), window=WINDOW)
+    observation.values.zero_()
+    plain = CompilerKV(window=WINDOW, relative_norm=False).score(observation)
+    assert torch.equal(CompilerKV(window=WINDOW).score(observation), plain)
 
 
 @pytest.mark.parametrize("threshold", ["utility", "mean"])
@@ -370,9 +374,9 @@ def check_theorem(heads: list[list[list[float]]], stay: Sequence[int]) -> None:
 @given(length=st.integers(6, 20), keep=st.integers(WINDOW, 20), heads=st.integers(1, 4), seed=st.integers(0, 99))
 def test_theorem_4_1_on_random_attention(length: int, keep: int, heads: int, seed: int) -> None:
     """It holds for what the method keeps, and for any other choice, of which some rows may see nothing."""
-    seen = layers_of(Shape((length,), heads, 1, 4, 4), 1, [1.0], seed)
-    keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(seen, Budget(keep, recent=WINDOW))
-    rows = [window_attention(seen[0], 0, head, WINDOW) for head in range(heads)]
-    check_theorem(rows, kept(keep_set, seen[0], 0, 0))
+    observation = layers_of(Shape((length,), heads, 1, 4, 4), 1, [1.0], seed)
+    keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(observation, Budget(keep, recent=WINDOW))
+    rows = [window_attention(observation[0], 0, head, WINDOW) for head in range(heads)]
+    check_theorem(rows, kept(keep_set, observation[0], 0, 0))
     draw = torch.Generator().manual_seed(seed)
     check_theorem(rows, torch.randperm(length, generator=draw)[: 1 + seed % length].tolist())

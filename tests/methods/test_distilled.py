@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from keepset.errors import RecipeError
 from keepset.methods.distilled import Distilled
 from tests.kernels.codes import check_same_codes
 from tests.methods.naive import Shape, observe
+from tests.observations import changed
 
 STATISTICS = ModelStatistics("", predictors=True)
 SHAPE = Shape((20, 13), 2, 3, 6, 4)
@@ -22,12 +22,12 @@ SHAPE = Shape((20, 13), 2, 3, 6, 4)
 def test_what_was_scored_once_is_not_scored_again() -> None:
     observation, method = observe(SHAPE), Distilled()
     scores = method.score(observation)
-    told = {name: column.clone() for name, column in method.remember(observation, scores).items()}
-    (column,) = told.values()
+    state = {name: column.clone() for name, column in method.remember(observation, scores).items()}
+    (column,) = state.values()
     assert column.isfinite().all() and (column[1, :, 13:] == 0).all()
     column[:, :, :9] += 512 * 1024  # as nothing that is computed now: all logarithms are larger by 1
     column[:, 0, 11:] = 0  # not scored yet, in one head
-    again = method.score(replace(observation, state=told))
+    again = method.score(changed(observation, state=state))
     expected = torch.cat([math.e * scores[:, :, :9], scores[:, :, 9:]], 2)
     torch.testing.assert_close(again[observation.valid], expected[observation.valid])
 
@@ -63,8 +63,11 @@ def test_a_keys_place_does_not_matter() -> None:
     Angles of so far are less exact: a number that is between two steps may be rounded to the other one.
     """
     near = observe(SHAPE)
-    told = [Distilled().remember(seen, Distilled().score(seen))["code"] for seen in (near, rotated_by(near, 131_000))]
-    check_same_codes(*told, 0.9)
+    codes = [
+        Distilled().remember(observation, Distilled().score(observation))["code"]
+        for observation in (near, rotated_by(near, 131_000))
+    ]
+    check_same_codes(*codes, 0.9)
 
 
 def rotated_by(observation: Observation, distance: int) -> Observation:
@@ -73,7 +76,7 @@ def rotated_by(observation: Observation, distance: int) -> Observation:
     angles = distance * layer.frequency.double()
     keys = observation.keys.double()
     keys = keys * angles.cos() + keys[..., layer.partner] * angles.sin()
-    return replace(
+    return changed(
         observation,
         keys=keys.float(),
         positions=observation.positions + distance,

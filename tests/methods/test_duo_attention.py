@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +12,7 @@ from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.statistics import Statistics
 from keepset.methods.measured import DuoAttention
 from tests.methods.naive import Shape, observe, random_statistics, sets_of
+from tests.observations import changed
 from tests.tiers import examples
 
 LAYERS = (1, 4, 6)
@@ -79,6 +78,6 @@ def test_matches_heads_filled_one_after_another(
 def test_statistics_without_gates_are_refused() -> None:
     observation = model((10,), [[0.5]])[0]
     old = Statistics(observation[ModelStatistics("")].layers, name="old.safetensors")
-    observation = replace(observation, features={ModelStatistics(""): old})
+    observation = changed(observation, features={ModelStatistics(""): old})
     with pytest.raises(KeepsetError, match=r"'old\.safetensors' do not say which heads retrieve"):
         DuoAttention().select(observation, Budget(4))

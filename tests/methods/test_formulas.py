@@ -45,8 +45,8 @@ def test_scores_are_the_papers(method: Method, dtype: torch.dtype) -> None:
 @every_scorer
 def test_scores_after_an_event_that_dropped_entries(method: Method) -> None:
     """Heads hold the same entries, or other ones."""
-    one, other = [0, 1, 4, 5, 9, 12, 13, 14, 15], [0, 2, 3, 5, 6, 11, 13, 14, 15]
-    for second in (one, other):
-        positions = torch.tensor([[one, second], [other, other if second is one else one]])
+    first, different = [0, 1, 4, 5, 9, 12, 13, 14, 15], [0, 2, 3, 5, 6, 11, 13, 14, 15]
+    for second in (first, different):
+        positions = torch.tensor([[first, second], [different, different if second is first else first]])
         positions[1, :, 7:] = 0
         check(method, Shape((9, 7), 2, 2, 6, 6), torch.float32, positions)

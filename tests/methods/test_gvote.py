@@ -56,10 +56,10 @@ def drawn(moments: HiddenDistribution, request: int, samples: int) -> list[list[
 
 def needed(attention: Sequence[float], mass: float) -> int:
     """Size of the smallest set of best entries that holds so much attention."""
-    held, count = 0.0, 0
+    total, count = 0.0, 0
     for share in sorted(attention, reverse=True):
-        held, count = held + share, count + 1
-        if held >= mass:
+        total, count = total + share, count + 1
+        if total >= mass:
             break
     return count
 
@@ -72,7 +72,7 @@ def sampled_logits(observation: Observation, request: int, query_head: int, meth
     keys = observation.keys[request, head, :length].double().tolist()
     rows = []
     for hidden in drawn(observation[HiddenMoments(method.skip)], request, method.samples):
-        plain = [dot(hidden, weights[:, place].tolist()) for place in range(weights.shape[1])]
+        plain = [dot(hidden, weights[:, channel].tolist()) for channel in range(weights.shape[1])]
         query = rope(torch.tensor(plain, dtype=torch.float64)[None, None, None], method.future).flatten().tolist()
         rows.append([dot(query, key) * observation.scaling for key in keys])
     return rows
@@ -103,8 +103,8 @@ def algorithm_1(
 def test_is_algorithm_1(shape: Shape, p_nuc: float, samples: int) -> None:
     """The last case is after an earlier compression, with another scaling, a soft cap and sinks."""
     positions = 2 * torch.arange(shape.entries).expand(shape.batch, shape.kv_heads, -1) + 1
-    other = Softmax(0.9, 3.0, torch.linspace(-1.0, 2.0, shape.kv_heads * shape.group))
-    later: dict[str, Any] = dict(positions=positions, softmax=other, window=1) if p_nuc == 0.8 else {}
+    capped = Softmax(0.9, 3.0, torch.linspace(-1.0, 2.0, shape.kv_heads * shape.group))
+    later: dict[str, Any] = dict(positions=positions, softmax=capped, window=1) if p_nuc == 0.8 else {}
     observation, method = observe(shape, skips=(0,), **later), Sampled(p_nuc, samples, FUTURE, skip=0)
     scores = []
     for request in range(shape.batch):
@@ -248,8 +248,8 @@ def test_a_cap_leaves_the_best_of_the_union(
         first, last = set(range(min(sinks, length))), set(range(max(length - recent, 0), length))
         least = min(max(1, sinks + recent), length)
         cap = min(keep, length) if isinstance(keep, int) else max(least, length * round(keep * 100) // 100)
-        each = [heads_of(method, observation, budget, request) for budget in budgets]
-        for row, free, plain, found in zip(scores[request].tolist(), *each, strict=True):
+        sets = [heads_of(method, observation, budget, request) for budget in budgets]
+        for row, free, plain, found in zip(scores[request].tolist(), *sets, strict=True):
             assert set(free) == set(plain) | first | last and len(found) == min(cap, len(free))
             rank = {e: (e in first, -e if e in first else 0, e in last, row[e], e) for e in free}
             if len(first | last) <= cap:

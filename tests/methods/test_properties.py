@@ -92,8 +92,8 @@ class Case:
     @functools.cache  # noqa: B019
     def in_batches(self, first: int) -> list[Observation]:
         """Return so many layers as one batch, and the others as another."""
-        apart = self.observations()
-        return [several(some) for some in (apart[:first], apart[first:]) if some]
+        layers = self.observations()
+        return [several(group) for group in (layers[:first], layers[first:]) if group]
 
     def wanted(self, length: int, parts: int = 1, heads: int = 1) -> int:
         """Entries that parts keep together of `length` in each head, on average over a part's heads, in whole numbers.
@@ -162,7 +162,7 @@ def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
     # What entries are there after an earlier compression may be too few for what layers or heads aim at.
     short = case.dropped and isinstance(case.budget.keep, int) and not traits.across_layers and not traits.equal_layers
     for request, length in enumerate(case.shape.lengths):
-        wanted, counts = case.wanted(length), keep_set.counts[:, request].tolist()
+        count, counts = case.wanted(length), keep_set.counts[:, request].tolist()
         assert all(0 <= head <= length for layer in counts for head in layer)
         if traits.equal_heads:
             assert all(len(set(layer)) == 1 for layer in counts)
@@ -171,9 +171,9 @@ def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
         if short:
             continue
         if traits.equal_layers and (traits.equal_heads or not traits.across_layers):
-            assert [sum(layer) for layer in counts] == [wanted * heads] * layers
+            assert [sum(layer) for layer in counts] == [count * heads] * layers
         elif traits.equal_heads:
-            total = case.wanted(length, layers, heads) if traits.across_layers else wanted * layers
+            total = case.wanted(length, layers, heads) if traits.across_layers else count * layers
             assert sum(layer[0] for layer in counts) == total
         else:
             assert sum(map(sum, counts)) == case.wanted(length, layers * heads)
@@ -185,16 +185,16 @@ def after_prompts(
     shape: Shape, layers: tuple[int, ...], seed: int, recent: int, prompts: tuple[int, ...]
 ) -> list[Observation]:
     """Return layers where every head holds the whole prompts, and lost other entries of what followed."""
-    held = {layer: thinned(shape, seed + layer, 7, recent, prompts) for layer in layers}
+    positions = {layer: thinned(shape, seed + layer, 7, recent, prompts) for layer in layers}
     options = dict(layers=layers, seed=seed, prompts=torch.tensor(prompts))
-    return [observe(shape, layer=layer, positions=held[layer], **options) for layer in layers]
+    return [observe(shape, layer=layer, positions=positions[layer], **options) for layer in layers]
 
 
 @every_method
 @some_examples
-@given(data=st.data(), recent=st.integers(0, 5), more=st.integers(0, 20), seed=st.integers(0, 1000))
+@given(data=st.data(), recent=st.integers(0, 5), extra=st.integers(0, 20), seed=st.integers(0, 1000))
 def test_keeps_a_protected_prompt_and_exactly_its_number(
-    name: str, data: st.DataObject, recent: int, more: int, seed: int
+    name: str, data: st.DataObject, recent: int, extra: int, seed: int
 ) -> None:
     """An event after others: every head holds the whole prompt, and each lost other entries of what followed.
 
@@ -205,7 +205,7 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
     span = data.draw(st.none() | bounds)
     lengths = tuple(prompt + data.draw(st.integers(1, 12)) for prompt in prompts)
     shape = Shape(lengths, data.draw(st.integers(1, 3)), 2, 3, 2)
-    keep, layers = max(1, recent) + more, (0, 2, 3)
+    keep, layers = max(1, recent) + extra, (0, 2, 3)
     observations, method = after_prompts(shape, layers, seed, recent, tuple(prompts)), make(name)
     is_short = data.draw(st.booleans())
     by_itself = {"short": 13} if is_short else {"protect_prompt": True}
@@ -213,15 +213,15 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
     keep_set = method.select_all(observations, budget)
     for request, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         protected = set(range(prompt) if span is None else range(*span))
-        wanted = min(max(keep, len(protected) + recent), length)
+        count = min(max(keep, len(protected) + recent), length)
         counts = keep_set.counts[:, request]
         if method.traits.equal_layers:
-            assert counts.sum(-1).tolist() == [wanted * shape.kv_heads] * len(layers)
+            assert counts.sum(-1).tolist() == [count * shape.kv_heads] * len(layers)
         for observation in observations:
             newest = int(observation.lengths[request])
             for head in range(shape.kv_heads):
-                held = set(entries_of(observation, request, head))
-                always = protected | (set(range(newest - recent, newest)) & held)
+                head_positions = set(entries_of(observation, request, head))
+                always = protected | (set(range(newest - recent, newest)) & head_positions)
                 assert always <= set(kept(keep_set, observation, request, head))
 
 
@@ -234,9 +234,9 @@ def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> No
         assume(not case.dropped)
     for keep in (1.0, case.shape.entries + case.budget.sinks + case.budget.recent + beyond):
         keep_set = method.select_all(observations, Budget(keep, case.budget.sinks, case.budget.recent))
-        for each, request in itertools.product(observations, range(case.shape.batch)):
+        for observation, request in itertools.product(observations, range(case.shape.batch)):
             for head in range(case.shape.kv_heads):
-                assert kept(keep_set, each, request, head) == entries_of(each, request, head)
+                assert kept(keep_set, observation, request, head) == entries_of(observation, request, head)
 
 
 @every_method
@@ -267,20 +267,20 @@ def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(
     name: str, case: Case, data: st.DataObject
 ) -> None:
     """Paged runtimes show layers this way to all methods that they serve, as many at a time as there is room for."""
-    method, apart, batch = make(name), case.observations(), case.shape.batch
+    method, single_layers, batch = make(name), case.observations(), case.shape.batch
     first = data.draw(st.sampled_from([1, 2, 4]))
     shown = case.in_batches(first)
-    expected, answer = method.select_all(apart, case.budget), method.select_all(shown, case.budget)
+    expected, answer = method.select_all(single_layers, case.budget), method.select_all(shown, case.budget)
     for observation in shown:
-        mine = answer.layer(observation.layer_ids[0])
-        for place, layer in enumerate(observation.layer_ids):
-            own, rows = expected.layer(layer), slice(place * batch, (place + 1) * batch)
-            assert torch.equal(mine.counts[rows], own.counts)
-            starts = mine.cu_seqlens[:: own.counts.shape[1] * batch]
-            assert torch.equal(mine.packed_positions[starts[place] : starts[place + 1]], own.packed_positions)
-            assert mine.state.keys() == own.state.keys()
-            for column, numbers in own.state.items():  # a product's sums may be added up in another order
-                torch.testing.assert_close(mine.state[column][rows], numbers, rtol=1e-5, atol=0)
+        kept = answer.layer(observation.layer_ids[0])
+        for index, layer in enumerate(observation.layer_ids):
+            right, rows = expected.layer(layer), slice(index * batch, (index + 1) * batch)
+            assert torch.equal(kept.counts[rows], right.counts)
+            starts = kept.cu_seqlens[:: right.counts.shape[1] * batch]
+            assert torch.equal(kept.packed_positions[starts[index] : starts[index + 1]], right.packed_positions)
+            assert kept.state.keys() == right.state.keys()
+            for column, numbers in right.state.items():  # a product's sums may be added up in another order
+                torch.testing.assert_close(kept.state[column][rows], numbers, rtol=1e-5, atol=0)
 
 
 @every_method
@@ -301,9 +301,11 @@ def test_what_another_step_remembers_stays_with_its_entries(name: str) -> None:
 def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> None:
     observation = observe(Shape((20, 13), 2, 2, 4, 4))
     passes = [value for value in observation.features.values() if isinstance(value, SecondPassColumns)]
-    told = [tensor for seen in passes for tensor in seen.statistics.values()]
-    told += [value for feature, value in observation.features.items() if isinstance(feature, PromptQueryAttention)]
-    for tensor in (observation.keys, observation.values, observation[SUM], *told):
+    statistics = [tensor for columns in passes for tensor in columns.statistics.values()]
+    statistics += [
+        value for feature, value in observation.features.items() if isinstance(feature, PromptQueryAttention)
+    ]
+    for tensor in (observation.keys, observation.values, observation[SUM], *statistics):
         tensor[0, 0, 3] = poison
         tensor[1, :, 5:] = poison
     keep_set = make(name).select(observation, Budget(6, sinks=1, recent=2))
@@ -337,18 +339,20 @@ def is_the_full_cache(text: str, keep: int | float) -> bool:
     sharp = [
         observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, softmax=Softmax(2.0)) for layer in LAYERS
     ]
-    asked = PaddedQueries(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
-    observations = [each.with_features({ReferenceQueries(64, 64): Reference(asked, asked)}) for each in sharp]
+    reference = PaddedQueries(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
+    observations = [
+        observation.with_features({ReferenceQueries(64, 64): Reference(reference, reference)}) for observation in sharp
+    ]
     answer = method.select_all(observations, Budget(keep, method.traits.sinks, method.traits.recent))
-    for each in observations:
-        kept = answer.layer(each.layer)
-        if kept.counts.tolist() != [[LENGTH] * HEADS] or kept.entry_bytes != each.entry_bytes:
+    for observation in observations:
+        kept = answer.layer(observation.layer)
+        if kept.counts.tolist() != [[LENGTH] * HEADS] or kept.entry_bytes != observation.entry_bytes:
             return False
         # What `match` has fitted is a solution of linear equations in float32.
         bias = kept.state.get("bias", torch.zeros(1))
         torch.testing.assert_close(bias, torch.zeros_like(bias), atol=1e-3, rtol=0)
         if kept.values is not None:
-            torch.testing.assert_close(kept.values, each.values.flatten(0, 2), atol=1e-3, rtol=0)
+            torch.testing.assert_close(kept.values, observation.values.flatten(0, 2), atol=1e-3, rtol=0)
     return True
 
 

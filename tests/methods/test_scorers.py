@@ -45,6 +45,7 @@ from tests.methods.naive import (
     observe,
     random_statistics,
 )
+from tests.observations import changed
 
 
 def stay(text: str, observation: Observation, request: int = 0) -> list[list[int]]:
@@ -124,10 +125,10 @@ def chances(seed: int = 0, layer: int = 0, head: int = 0) -> Tensor:
     return Random(seed=seed).score(observe(Shape((4000,), 2, 1, 1, 1), layer=layer))[0, head]
 
 
-@pytest.mark.parametrize("other", [dict(seed=1), dict(layer=1), dict(head=1), dict(seed=2**31 - 1)])
-def test_seeds_layers_and_heads_draw_independently(other: dict[str, int]) -> None:
-    first, second = chances(), chances(**other)
-    assert torch.equal(second, chances(**other)) and int((first == second).sum()) <= 1
+@pytest.mark.parametrize("changes", [dict(seed=1), dict(layer=1), dict(head=1), dict(seed=2**31 - 1)])
+def test_seeds_layers_and_heads_draw_independently(changes: dict[str, int]) -> None:
+    first, second = chances(), chances(**changes)
+    assert torch.equal(second, chances(**changes)) and int((first == second).sum()) <= 1
     assert abs(float(torch.stack([first, second]).corrcoef()[0, 1])) < 4 / math.sqrt(len(first))
 
 
@@ -211,7 +212,7 @@ def test_what_nothing_looks_at_counts_by_a_hundredth_of_its_values_norm() -> Non
     # One key along the mean query draws all attention; the others look away from it, where exp is 0 in float32.
     ahead = matmul([moments.mean[0, 0].double().tolist()], transposed(mean_rotation(4, 9, 1)))[0]
     keys = torch.tensor([[1e4 * (1 if entry == 2 else -entry - 1) * x for x in ahead] for entry in range(9)])
-    observation = replace(observation, keys=keys[None, None])
+    observation = changed(observation, keys=keys[None, None])
     norms = [math.sqrt(dot(value, value)) for value in observation.values[0, 0].double().tolist()]
     expected = [(1.01 if entry == 2 else 0.01) * norms[entry] for entry in range(9)]
     scores = ExpectedAttention(future=1, skip=0, covariance=False).score(observation)[0, 0]
@@ -226,15 +227,15 @@ def test_statistics_of_a_file_take_the_place_of_the_texts_own(skip: int) -> None
         observation = observe(shape, skips=(), features={ModelStatistics("file"): measured})
         layer, batch, rope = measured.layers[0], (shape.batch, -1, -1), Rope(tuple(observation.lengths.tolist()))
         moments = QueryDistribution(layer.mean.expand(*batch), layer.covariance.expand(*batch, -1), rope)
-        own = observe(shape, skips=(), features={QueryMoments(skip): moments})
-        expected = [naive_scores(method, own, request) for request in range(shape.batch)]
+        with_moments = observe(shape, skips=(), features={QueryMoments(skip): moments})
+        expected = [naive_scores(method, with_moments, request) for request in range(shape.batch)]
         check_scores(replace(method, stats="file"), observation, expected, **FORMULAS[method.name].exact)
 
 
 def test_the_models_own_scaling_cap_and_sinks_are_used() -> None:
     sinks = torch.tensor([-0.5, 1.5])
-    for own in Softmax(0.9), Softmax(0.9, 1.0), Softmax(0.9, None, sinks), Softmax(0.9, 1.0, sinks):
-        method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), softmax=own)
+    for softmax in Softmax(0.9), Softmax(0.9, 1.0), Softmax(0.9, None, sinks), Softmax(0.9, 1.0, sinks):
+        method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), softmax=softmax)
         check_scores(method, observation, [naive_scores(method, observation, 0)], **FORMULAS[method.name].exact)
 
 
@@ -269,10 +270,10 @@ def test_expected_logits_are_those_of_each_key(
         from tests.posing import Gpu, Posing
 
         with Gpu(monkeypatch):
-            logits = expected_attention._expected_logits(*(Posing(each) for each in (keys, vectors, matrices)))
+            logits = expected_attention._expected_logits(*(Posing(part) for part in (keys, vectors, matrices)))
         assert isinstance(logits, Posing)
         logits = logits.held
-    key, vector, matrix = (each.double() for each in (keys[:, :, :, None], vectors[:, :, None], matrices[:, :, None]))
+    key, vector, matrix = (part.double() for part in (keys[:, :, :, None], vectors[:, :, None], matrices[:, :, None]))
     expected = (key * vector).sum(-1) + (key[..., None] * matrix * key[..., None, :]).sum((-1, -2))
     torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-5)
 
@@ -326,9 +327,9 @@ def test_on_a_device_a_long_context_takes_few_launches_and_little_memory() -> No
     ids=["kv_heads", "head_dim", "fewer_layers", "other_layers"],
 )
 def test_statistics_of_another_model_are_refused(heads: tuple[int, int], size: int, layers: tuple[int, ...]) -> None:
-    theirs = observe(Shape((6,), 2, 2, 4, 4), layers=(0, 1)).features
+    features = observe(Shape((6,), 2, 2, 4, 4), layers=(0, 1)).features
     keys = torch.zeros(1, heads[0], 6, size)
-    observation = Observation(keys=keys, values=keys, layers=layers, features=theirs)
+    observation = Observation(keys=keys, values=keys, layers=layers, features=features)
     with pytest.raises(KeepsetError, match="are of another model: theirs has 2 layers with 2 KV heads of size 4"):
         QFilter().score(observation)
 
@@ -338,18 +339,18 @@ def test_a_number_that_overflowed_leaves_the_other_scores_alone() -> None:
     before = TriAttention().score(observation)
     observation.keys[0, 0, 3] = math.inf
     after = TriAttention().score(observation)
-    others = [entry for entry in range(8) if entry != 3]
-    assert after[0, 0, others].isfinite().all() and before.isfinite().all()
+    unharmed = [entry for entry in range(8) if entry != 3]
+    assert after[0, 0, unharmed].isfinite().all() and before.isfinite().all()
 
 
 def test_planes_need_not_be_halves() -> None:
     """Neighbours as partners: the same model with its numbers in another order keeps the same."""
     observation = observe(Shape((15,), 2, 2, 6, 4))
     order = [0, 3, 1, 4, 2, 5]
-    layer, place = observation[ModelStatistics("")].layers[0], torch.tensor(order).argsort()
+    layer, inverse_order = observation[ModelStatistics("")].layers[0], torch.tensor(order).argsort()
     last = {name: getattr(layer, name)[..., order] for name in ("direction", "mean", "norm", "frequency", "gain")}
     covariance = layer.covariance[:, order][:, :, order]
-    turned = replace(layer, covariance=covariance, partner=place[layer.partner[order]], **last)
+    turned = replace(layer, covariance=covariance, partner=inverse_order[layer.partner[order]], **last)
     features = {ModelStatistics(""): Statistics({0: turned})}
-    other = Observation(keys=observation.keys[..., order], values=observation.values, features=features)
-    torch.testing.assert_close(TriAttention().score(other), TriAttention().score(observation), rtol=1e-5, atol=1e-5)
+    reordered = Observation(keys=observation.keys[..., order], values=observation.values, features=features)
+    torch.testing.assert_close(TriAttention().score(reordered), TriAttention().score(observation), rtol=1e-5, atol=1e-5)

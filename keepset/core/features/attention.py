@@ -29,8 +29,8 @@ class _Columns(Accumulator):
         entries = chunk.entries()
         names = [feature.statistic for feature in self._features]
         requests = []
-        for request, (keys, own) in enumerate(entries):
-            queries, lse = chunk.queries[request][:, own], None if chunk.lse is None else chunk.lse[request]
+        for request, (keys, real) in enumerate(entries):
+            queries, lse = chunk.queries[request][:, real], None if chunk.lse is None else chunk.lse[request]
             columns = attention_columns(queries, keys, softmax=chunk.softmax, names=names, lse=lse)
             for name, before in self._requests[request].items() if self._requests else ():
                 longer = F.pad(before, (0, keys.shape[1] - before.shape[1]))
@@ -38,9 +38,9 @@ class _Columns(Accumulator):
             requests.append(columns)
         self._requests = requests
 
-    def merged_with(self, others: Sequence[_Columns]) -> _Columns:
+    def merged_with(self, following: Sequence[_Columns]) -> _Columns:
         copied = copy.copy(self)
-        copied._requests = [columns for part in (self, *others) for columns in part._requests]
+        copied._requests = [columns for part in (self, *following) for columns in part._requests]
         return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
@@ -85,9 +85,9 @@ class _PromptQueries(Accumulator):
         strided = [row[:, chunk.every(self._feature.stride, request)] for request, row in enumerate(rows)]
         self._queries = [*self._queries, strided]
 
-    def merged_with(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
+    def merged_with(self, following: Sequence[_PromptQueries]) -> _PromptQueries:
         copied = copy.copy(self)
-        copied._others = others
+        copied._others = following
         return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:

@@ -73,11 +73,11 @@ class _Moments(Accumulator):
         for feature, moments in self._moments.items():
             moments.add(rows, chunk.counted(feature.skip), kind.full)
 
-    def merged_with(self, others: Sequence[_Moments]) -> _Moments:
+    def merged_with(self, following: Sequence[_Moments]) -> _Moments:
         copied = copy.copy(self)
-        copied._source = self._source.merged_with([other._source for other in others])
+        copied._source = self._source.merged_with([other._source for other in following])
         copied._moments = {
-            feature: moments.merged_with([other._moments[feature] for other in others])
+            feature: moments.merged_with([other._moments[feature] for other in following])
             for feature, moments in self._moments.items()
         }
         return copied
@@ -106,12 +106,23 @@ class _OfRows(Feature[Value]):
         """Return the rows of a chunk."""
 
     def add(self, moments: Moments, chunk: Chunk) -> None:
-        """Add a chunk's rows to moments."""
+        """Add a chunk's rows to moments.
+
+        Args:
+            moments: of the rows so far; written to.
+            chunk: the next tokens.
+        """
         moments.add(self.rows(chunk), chunk.counted(self.skip), self.full)
 
     @abstractmethod
     def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> Value:
-        """Return the feature's value from the moments of its rows, for requests of these lengths in tokens."""
+        """Return the feature's value from the moments of its rows, for requests of these lengths in tokens.
+
+        Args:
+            moments: of all rows.
+            source: tells how queries are rotated.
+            lengths: tokens of each request.
+        """
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,12 @@ class Reference(NamedTuple):
     newest: PaddedQueries
 
     def at_most(self, spread: int, newest: int) -> PaddedQueries:
-        """Return the queries of a request for at most so many of each kind."""
+        """Return the queries of a request for at most so many of each kind.
+
+        Args:
+            spread: the most evenly spaced queries.
+            newest: the most newest queries.
+        """
         spread_queries, last = self
         if spread_queries.queries.shape[2] > spread:
             spread_queries = PaddedQueries.padded(
@@ -62,7 +67,12 @@ class Reference(NamedTuple):
 
 
 def _stride(rows: int, most: int) -> int:
-    """Return the least power of two with which at most `most` of `rows` rows remain."""
+    """Return the least power of two with which at most `most` of `rows` rows remain.
+
+    Args:
+        rows: how many there are.
+        most: how many may remain.
+    """
     stride = 1
     while -(-rows // stride) > most:
         stride *= 2
@@ -70,7 +80,6 @@ def _stride(rows: int, most: int) -> int:
 
 
 def _last(rows: Rows, most: int) -> Rows:
-    """Return at most so many of the last rows."""
     return rows[:, max(rows.shape[1] - most, 0) :]
 
 
@@ -85,7 +94,13 @@ class _Row:
         self.spread, self.newest, self.stride, self.tokens = spread, newest, stride, tokens
 
     def extended(self, new: Rows, most: int, most_newest: int) -> _Row:
-        """Return the row with the request's next queries."""
+        """Return the row with the request's next queries.
+
+        Args:
+            new: queries before rotation, `[query_heads, n, head_dim]`.
+            most: the most spaced queries that remain.
+            most_newest: the most newest queries that remain.
+        """
         candidates = torch.cat([self.spread, new[:, -self.tokens % self.stride :: self.stride]], 1)
         step = _stride(candidates.shape[1], most)
         last = _last(torch.cat([self.newest, _last(new, most_newest)], 1), most_newest)
@@ -108,9 +123,9 @@ class _Reference(Accumulator):
             for i, (row, new) in enumerate(zip(before, queries, strict=True))
         ]
 
-    def merged_with(self, others: Sequence[_Reference]) -> _Reference:
+    def merged_with(self, following: Sequence[_Reference]) -> _Reference:
         copied = copy.copy(self)
-        copied._rows = [row for part in (self, *others) for row in part._rows]
+        copied._rows = [row for part in (self, *following) for row in part._rows]
         return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
@@ -195,11 +210,21 @@ class WindowAttention(Feature[WindowSums]):
         return self.made(observation, self.window)
 
     def made(self, observation: Observation, window: int) -> WindowSums:
-        """Return the sums over the newest `window` queries of an observation."""
+        """Return the sums over the newest `window` queries of an observation.
+
+        Args:
+            observation: with the newest queries.
+            window: how many of them to sum over.
+        """
         queries, at = observation.newest_queries(window)
         last_visible = self.last_visible(at, observation.lengths)
         return WindowSums(self.sums_of.of(observation.attention_sums(queries, last_visible, self.sums_of)), window)
 
     def last_visible(self, at: Int[Tensor, "batch n"], lengths: Int[Tensor, " batch"]) -> Int[Tensor, "batch n"]:
-        """Return the last position that each query sees at an event where requests have so many tokens."""
+        """Return the last position that each query sees at an event where requests have so many tokens.
+
+        Args:
+            at: positions of queries; below 0 for queries that do not exist.
+            lengths: tokens of each request at the event.
+        """
         return at.minimum(lengths[:, None] - (self.window + 1)) if self.history else at

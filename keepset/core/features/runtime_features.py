@@ -91,6 +91,10 @@ class OutputProjection(Feature[Float[Tensor, "query_heads value_dim hidden"]]):
         """Return the L1 or L2 norm (`order`) of each entry's projected value, `|W_O v|`, in float32.
 
         The projected values are computed in blocks.
+
+        Args:
+            observation: the layer or layers.
+            order: 1 or 2.
         """
         batch, kv_heads = observation.values.shape[:2]
         most = block_size(observation.values.device, CACHE_BLOCK)

@@ -24,16 +24,19 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
     A head's entries are cut into parts of one length for all heads, so a long head gets more programs and delays no
     other. A second, small launch merges the parts' outputs by their log-sum-exps. Logits, sums and partial outputs are
     float32. The output of a query that sees nothing is zero. There is no host sync.
+
+    Args:
+        queries, stores, softmax, query_positions: as there.
     """
-    made, kind, n = Launch(queries, stores, softmax, query_positions), stores[0], queries.shape[2]
-    _attend_part[made.grid](
-        queries, kind.keys, kind.values, kind.positions, made.bias, kind.key_scale, made.table.addresses,
-        made.last_visible, made.sinks, made.partial, made.partial_lse, *queries.stride(), softmax.scaling,
-        softmax.softcap or 1.0, made.part, made.table.grown, n, made.kv_heads, made.heads, made.lse.numel(),
-        HEAD_DIM=queries.shape[3], VALUE_DIM=made.output.shape[3], HEAD_BLOCK=made.head_block,
-        VALUE_BLOCK=made.value_block, INT8=kind.key_scale is not None, ALIGNED=made.table.aligned, **made.sizes,
+    launch, kind, n = Launch(queries, stores, softmax, query_positions), stores[0], queries.shape[2]
+    _attend_part[launch.grid](
+        queries, kind.keys, kind.values, kind.positions, launch.bias, kind.key_scale, launch.table.addresses,
+        launch.last_visible, launch.sinks, launch.partial, launch.partial_lse, *queries.stride(), softmax.scaling,
+        softmax.softcap or 1.0, launch.part, launch.table.grown, n, launch.kv_heads, launch.heads, launch.lse.numel(),
+        HEAD_DIM=queries.shape[3], VALUE_DIM=launch.output.shape[3], HEAD_BLOCK=launch.head_block,
+        VALUE_BLOCK=launch.value_block, INT8=kind.key_scale is not None, ALIGNED=launch.table.aligned, **launch.sizes,
     )  # fmt: skip
-    return made.merged()
+    return launch.merged()
 
 
 class Launch:
@@ -72,9 +75,9 @@ class Launch:
         self.output = self.partial = queries.new_empty(batch, n, query_heads, value_dim)
         self.lse = self.partial_lse = torch.empty(batch, n, query_heads, dtype=torch.float32, device=device)
         if parts > 1:
-            both = self.output, self.lse
+            results = self.output, self.lse
             self.partial, self.partial_lse = (
-                torch.empty(parts, *each.shape, dtype=torch.float32, device=device) for each in both
+                torch.empty(parts, *result.shape, dtype=torch.float32, device=device) for result in results
             )
         self.bias = next((store.bias for store in stores if store.bias is not None), None)
         self.last_visible = None if query_positions is None else query_positions.contiguous()
@@ -108,7 +111,14 @@ def _part(device: torch.device, entries: int) -> int:
 
 @triton.jit
 def query_rows(heads, kv_heads, n, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return a program's head and request, its rows, and the query head and token of each; tokens are innermost."""
+    """Return a program's head and request, its rows, and the query head and token of each; tokens are innermost.
+
+    Args:
+        heads, kv_heads: of all requests, and of one.
+        n: tokens of each request.
+        GROUP: query heads of a KV head.
+        ROWS: rows of a program.
+    """
     head, block = tl.program_id(0) % heads, tl.program_id(0) // heads
     request, kv_head = head // kv_heads, head % kv_heads
     row = block * ROWS + tl.arange(0, ROWS)
@@ -120,7 +130,18 @@ def sight(
     query_positions, index, exists, positions_kind, bias_kind, table, head, heads, length,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Return the last position that each row sees, pointers to positions and biases, and the entries with biases."""
+    """Return the last position that each row sees, pointers to positions and biases, and the entries with biases.
+
+    Args:
+        query_positions: position of each token.
+        index: of each row's token.
+        exists: which rows exist.
+        positions_kind, bias_kind: tensors of the right types.
+        table: addresses of the heads, as in `HeadTable`.
+        head, heads: the head, and how many there are.
+        length: the head's entries.
+        CAUSAL, BIASED: whether tokens see only entries before them, and whether any head has biases.
+    """
     last_visible, positions, bias, biased = 0, 0, 0, 0
     if CAUSAL:
         last_visible = tl.load(query_positions + index, mask=exists, other=-1)
@@ -136,7 +157,16 @@ def masked(
     logits, entry, stored, last_visible, positions, bias, biased, cap,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return capped logits of a block of entries with biases, minus infinity for unseen entries; see `sight`."""
+    """Return capped logits of a block of entries with biases, minus infinity for unseen entries; see `sight`.
+
+    Args:
+        logits: `[rows, entries]`.
+        entry: index of each entry in its head.
+        stored: which entries exist.
+        last_visible, positions, bias, biased: what `sight` has returned.
+        cap: bound of the logits, if `CAPPED`.
+        CAUSAL, BIASED, CAPPED: what is to be done.
+    """
     if CAPPED:
         logits = capped(logits, cap)
     if BIASED:
@@ -189,24 +219,24 @@ def _attend_part(
     for offset in range(first, tl.minimum(first + part, length), BLOCK):
         entry = offset + tl.arange(0, BLOCK)
         stored = entry < length
-        place = entry.to(tl.int64)
+        entry_row = entry.to(tl.int64)
         k = tl.load(
-            keys + place[None, :] * HEAD_DIM + dims[:, None],
+            keys + entry_row[None, :] * HEAD_DIM + dims[:, None],
             mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
         )  # fmt: skip
         if INT8:
             k = k.to(tl.float32).to(q.dtype)
         logits = tl.dot(q, k, input_precision="ieee") * scaling
         if INT8:
-            logits *= tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
+            logits *= tl.load(key_scale + entry_row, mask=stored, other=0.0).to(tl.float32)[None, :]
         logits = masked(logits, entry, stored, last_visible, positions, bias, biased, cap, CAUSAL, BIASED, CAPPED)
         largest, total, weights, shrink = streamed(largest, total, logits)
         v = tl.load(
-            values + place[:, None] * VALUE_DIM + value_dims[None, :],
+            values + entry_row[:, None] * VALUE_DIM + value_dims[None, :],
             mask=stored[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
         )  # fmt: skip
         if INT8:
-            weights *= tl.load(value_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
+            weights *= tl.load(value_scale + entry_row, mask=stored, other=0.0).to(tl.float32)[None, :]
             v = v.to(tl.float32).to(q.dtype)
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
     # A row that sees nothing gives zero; NaN stays NaN.
@@ -225,7 +255,7 @@ def _attend_part(
 
 @triton.jit(do_not_specialize=["outputs", "parts"])
 def _merge_parts(
-    partial, partial_lse, output, lse, places, outputs, parts, heads,
+    partial, partial_lse, output, lse, token_indices, outputs, parts, heads,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one output row: `sum(exp(lse_p - lse) * output_p)`. One program for each row."""
@@ -246,7 +276,7 @@ def _merge_parts(
     if lse is not None:
         tl.store(lse + row + tl.arange(0, 1), largest + tl.log(total))
     if LISTED:  # the index of the token in the step
-        row = tl.load(places + row // heads).to(tl.int64) * heads + row % heads
+        row = tl.load(token_indices + row // heads).to(tl.int64) * heads + row % heads
     tl.store(output + row * VALUE_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
@@ -254,7 +284,14 @@ _MOVED = 32
 
 
 def pack(columns, packed, indices, starts, counts, most) -> None:
-    """Copy every head's chosen entries to the places of their indices."""
+    """Copy every head's chosen entries to the places of their indices.
+
+    Args:
+        columns, indices: as in `keepset.kernels.attention.pack_entries`.
+        packed: the results, in the order of the columns; written to.
+        starts, counts: the first index of each head, and how many it has.
+        most: the most that a head has, or more.
+    """
     widths = tuple(column.shape[3] if column.ndim == 4 else 1 for column in columns)
     # The strides of every column, for each of the four axes.
     strides = [tuple(column.stride(axis) if axis < column.ndim else 1 for column in columns) for axis in range(4)]
@@ -265,7 +302,11 @@ def pack(columns, packed, indices, starts, counts, most) -> None:
 
 
 def append(stores, keys, values, positions) -> None:
-    """Append all new entries to their heads."""
+    """Append all new entries to their heads.
+
+    Args:
+        stores, keys, values, positions: as in `keepset.kernels.attention.append_entries`.
+    """
     batch, kv_heads, n, width = keys.shape
     value_width, table, kind = values.shape[3], HeadTable(stores), stores[0]
     _append[(batch * kv_heads, triton.cdiv(n, _MOVED))](
@@ -289,14 +330,14 @@ def _pack(
     start, count = tl.load(starts + head).to(tl.int64), tl.load(counts + head)
     moves = row < count
     entry = tl.load(indices + start + row, mask=moves, other=0).to(tl.int64)
-    place = start + row
+    target_row = start + row
     request, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
     for column in tl.static_range(len(WIDTHS)):
         dims = tl.arange(0, WIDE[column])
         mask = moves[:, None] & (dims < WIDTHS[column])[None, :]
         source = request * of_request[column] + kv_head * of_head[column] + entry * of_entry[column]
         numbers = tl.load(columns[column] + source[:, None] + (dims * of_number[column])[None, :], mask=mask)
-        tl.store(packed[column] + place[:, None] * WIDTHS[column] + dims[None, :], numbers, mask=mask)
+        tl.store(packed[column] + target_row[:, None] * WIDTHS[column] + dims[None, :], numbers, mask=mask)
 
 
 # Only the dtypes of `keys_kind` and the like are used: heads are found by the table's addresses.
@@ -318,25 +359,25 @@ def _append(
     stored_positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
     if ALIGNED:
         stored_keys, stored_values = tl.multiple_of(stored_keys, 16), tl.multiple_of(stored_values, 16)
-    place = tl.load(table + 6 * heads + head) + grown + token
+    entry_row = tl.load(table + 6 * heads + head) + grown + token
     dims = tl.arange(0, WIDE)
     mask = exists[:, None] & (dims < WIDTH)[None, :]
     source = request * key_request + kv_head * key_head + token * key_token
     numbers = tl.load(keys + source[:, None] + (dims * key_dim)[None, :], mask=mask, other=0.0)
     if INT8:
         numbers, scale = _quantized(numbers, scale_kind)
-        tl.store(tl.load(table + 4 * heads + head).to(scale_kind.dtype) + place, scale, mask=exists)
-    tl.store(stored_keys + place[:, None] * WIDTH + dims[None, :], numbers, mask=mask)
+        tl.store(tl.load(table + 4 * heads + head).to(scale_kind.dtype) + entry_row, scale, mask=exists)
+    tl.store(stored_keys + entry_row[:, None] * WIDTH + dims[None, :], numbers, mask=mask)
     dims = tl.arange(0, VALUE_WIDE)
     mask = exists[:, None] & (dims < VALUE_WIDTH)[None, :]
     source = request * value_request + kv_head * value_head + token * value_token
     numbers = tl.load(values + source[:, None] + (dims * value_dim)[None, :], mask=mask, other=0.0)
     if INT8:
         numbers, scale = _quantized(numbers, scale_kind)
-        tl.store(tl.load(table + 5 * heads + head).to(scale_kind.dtype) + place, scale, mask=exists)
-    tl.store(stored_values + place[:, None] * VALUE_WIDTH + dims[None, :], numbers, mask=mask)
+        tl.store(tl.load(table + 5 * heads + head).to(scale_kind.dtype) + entry_row, scale, mask=exists)
+    tl.store(stored_values + entry_row[:, None] * VALUE_WIDTH + dims[None, :], numbers, mask=mask)
     at = tl.load(positions + request * position_request + token * position_token, mask=exists)
-    tl.store(stored_positions + place, at.to(stored_positions.dtype.element_ty), mask=exists)
+    tl.store(stored_positions + entry_row, at.to(stored_positions.dtype.element_ty), mask=exists)
 
 
 @triton.jit

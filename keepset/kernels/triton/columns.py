@@ -18,6 +18,10 @@ def attention_columns(queries, keys, lse, softmax, names, causal) -> dict[str, F
 
     A program owns a block of entries and streams all queries past it. Sums have a fixed order and no atomic additions,
     so results are reproducible.
+
+    Args:
+        queries, keys, softmax, names, causal: as there.
+        lse: log-sum-exp of each query's logits.
     """
     query_heads, n, head_dim = queries.shape
     kv_heads, entries, _ = keys.shape
@@ -38,7 +42,11 @@ def attention_columns(queries, keys, lse, softmax, names, causal) -> dict[str, F
 
 
 def log_sum_exp(queries, keys, softmax, causal) -> Float[Tensor, "query_heads n"]:
-    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch, or in two if queries are few."""
+    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch, or in two if queries are few.
+
+    Args:
+        queries, keys, softmax, causal: as there.
+    """
     query_heads, n, head_dim = queries.shape
     entries = keys.shape[1]
     head_block = max(16, triton.next_power_of_2(head_dim))
@@ -98,14 +106,14 @@ def _columns(
             lse_token, n, scaling, cap, HEAD_DIM, CAPPED,
         )  # fmt: skip
         total, largest, square = _with(total, largest, square, logits, SUM, MAX, SQUARE)
-    place = of_query * entries + entry
+    target = of_query * entries + entry
     if SUM:
-        tl.store(sums + place, tl.sum(total, 0), mask=stored)
+        tl.store(sums + target, tl.sum(total, 0), mask=stored)
     if MAX:
         most = tl.exp(tl.max(largest, 0))
-        tl.store(maxima + place, tl.where(most == float("inf"), float("nan"), most), mask=stored)
+        tl.store(maxima + target, tl.where(most == float("inf"), float("nan"), most), mask=stored)
     if SQUARE:
-        tl.store(squares + place, tl.sum(square, 0), mask=stored)
+        tl.store(squares + target, tl.sum(square, 0), mask=stored)
 
 
 @triton.jit
@@ -173,5 +181,5 @@ def _log_sum_exp(
             visible = visible & (entry[None, :] <= (entries - n + row)[:, None])
         logits = tl.where(visible, logits, float("-inf"))
         largest, total, _, _ = streamed(largest, total, logits)
-    place = (split.to(tl.int64) * tl.num_programs(1) + head) * n + row
-    tl.store(lse + place, log_sum_exp_of(largest, total), mask=exists)
+    target = (split.to(tl.int64) * tl.num_programs(1) + head) * n + row
+    tl.store(lse + target, log_sum_exp_of(largest, total), mask=exists)

@@ -44,13 +44,13 @@ def _times(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, SIZE, INPUTS):
-        place = begin + tl.arange(0, INPUTS)
+        inner = begin + tl.arange(0, INPUTS)
         numbers = tl.load(
-            source[:, None] + (place * of_number)[None, :], mask=exists[:, None] & (place < SIZE)[None, :], other=0.0
+            source[:, None] + (inner * of_number)[None, :], mask=exists[:, None] & (inner < SIZE)[None, :], other=0.0
         )
         part = tl.load(
-            matrix + (place * of_input)[:, None] + (column * of_column)[None, :],
-            mask=(place < SIZE)[:, None] & (column < SIZE)[None, :], other=0.0,
+            matrix + (inner * of_input)[:, None] + (column * of_column)[None, :],
+            mask=(inner < SIZE)[:, None] & (column < SIZE)[None, :], other=0.0,
         )  # fmt: skip
         # Tensor cores compute float32 products in three parts, which is much faster for long prompts than plain ones.
         sums += tl.dot(numbers.to(tl.float32), part, input_precision="tf32x3")

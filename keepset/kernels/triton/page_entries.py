@@ -31,7 +31,12 @@ def kind_of(format: PageFormat | None) -> dict[str, Any]:
 
 
 def as_bytes(cache: Tensor, format: PageFormat | None) -> Tensor:
-    """Return a cache as bytes if it is quantised."""
+    """Return a cache as bytes if it is quantised.
+
+    Args:
+        cache: of one layer.
+        format: of the cache; None if it is not quantised.
+    """
     return cache if format is None else cache.view(torch.uint8)
 
 
@@ -62,7 +67,13 @@ def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_scales(row, mask, HEAD_DIM: tl.constexpr):
-    """Return the scales of rows that have their own; 0 for rows that are not loaded."""
+    """Return the scales of rows that have their own; 0 for rows that are not loaded.
+
+    Args:
+        row: pointer to each row.
+        mask: which rows to load.
+        HEAD_DIM: bytes of a row before its scale.
+    """
     return tl.load((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
 
 
@@ -109,7 +120,13 @@ def store_rows(
 
 @triton.jit
 def _eight_bits(numbers, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Return float32 numbers as 8-bit floats, rounded to even and limited to the largest of them."""
+    """Return float32 numbers as 8-bit floats, rounded to even and limited to the largest of them.
+
+    Args:
+        numbers: float32.
+        largest: the largest 8-bit float.
+        MANTISSA, BIAS: bits of the fraction, and the bias of the exponent.
+    """
     sign = (numbers.to(tl.int32, bitcast=True) >> 24) & 128
     size = tl.minimum(tl.abs(numbers), largest)
     bits = size.to(tl.int32, bitcast=True)
@@ -122,18 +139,33 @@ def _eight_bits(numbers, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     return (sign | tl.where(tl.abs(numbers) >= 0.0, code, 127)).to(tl.uint8)  # NaN compares as false
 
 
-def read(kind, addresses, place, subpages, entries) -> None:
-    """Copy sub-pages to `entries`; one program for each sub-page."""
+def read(kind, addresses, first_layer, subpages, entries) -> None:
+    """Copy sub-pages to `entries`; one program for each sub-page.
+
+    Args:
+        kind: a cache of the layers' type and strides.
+        addresses: of the layers' caches.
+        first_layer, subpages: as in `keepset.kernels.page_entries.read_pages`.
+        entries: the result; written to.
+    """
     blocks, kv_heads, size, width = kind.shape
     _read_pages[(subpages.numel(),)](
-        kind, addresses.on_device, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place,
+        kind, addresses.on_device, subpages, entries, *kind.stride()[:3], kv_heads, blocks, first_layer,
         len(addresses.on_device), SIZE=size, ROWS=triton.next_power_of_2(size),
         WIDTH=width, WIDE=triton.next_power_of_2(width), ALIGNED=addresses.aligned,
     )  # fmt: skip
 
 
 def move(kind, addresses, keys, values, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
-    """Copy the entry at each slot to a row of keys and one of values, or these rows into the pages."""
+    """Copy the entry at each slot to a row of keys and one of values, or these rows into the pages.
+
+    Args:
+        kind: a cache of the layers' type and strides.
+        addresses: of the layers' caches.
+        keys, values: a row for each slot; written to unless `into_pages`.
+        slots: as in `keepset.kernels.page_entries.write_entries`.
+        into_pages: the direction.
+    """
     blocks, kv_heads, size, width = kind.shape
     _move_entries[(triton.cdiv(len(slots), _BLOCK),)](
         kind, addresses.on_device, keys, values, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
@@ -180,8 +212,8 @@ def _move_entries(
         cache = tl.multiple_of(cache, 16)
     dims = tl.arange(0, WIDE)
     mask = exists[:, None] & (dims < HALF)[None, :]
-    place = block % blocks * of_block + subpage % kv_heads * of_head + slot % size * of_token
-    inside = (cache + place)[:, None] + dims[None, :]
+    offset = block % blocks * of_block + subpage % kv_heads * of_head + slot % size * of_token
+    inside = (cache + offset)[:, None] + dims[None, :]
     key, value = keys + (entry * of_key)[:, None] + dims[None, :], values + (entry * of_value)[:, None] + dims[None, :]
     if INTO_PAGES:
         tl.store(inside, tl.load(key, mask=mask), mask=mask)

@@ -22,11 +22,16 @@ _MOST_NUMBERS = 2**14
 """The most numbers of a program's queries, so that they fit its memory."""
 
 
-def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format, value_dim) -> None:
+def attend(queries, cache, addresses, layer, tokens, layout, softmax, output, bias, format, value_dim) -> None:
     """Compute `keepset.kernels.paged.paged_attention`.
 
     The number of a head's parts depends on the number of tokens and `tokens.longest`; their length on the head's
     entries, which only the device knows.
+
+    Args:
+        queries, layer, tokens, layout, softmax, output, bias, format, value_dim: as there.
+        cache: of the layer that attends.
+        addresses: of the group's caches.
     """
     n, (_, query_heads, head_dim) = len(tokens.lengths), queries.shape
     _, heads, size, entry = cache.shape
@@ -48,7 +53,7 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
     _attend_pages[(n, heads * row_blocks, splits)](
         queries, kind, addresses.on_device, *_scales(format), bias, sinks,
         *_places(tokens, layout), partial, lse, *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout),
-        place, len(addresses.on_device), 0 if bias is None else bias.stride(0), softmax.scaling,
+        layer, len(addresses.on_device), 0 if bias is None else bias.stride(0), softmax.scaling,
         softmax.softcap or 1.0, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block, VALUE_DIM=width, VALUE_BLOCK=value_block, SIZE=size, ROWS=rows, ROW_BLOCKS=row_blocks,
@@ -66,7 +71,11 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
 
 
 def append(keys, values, cache, tokens, layout, format) -> None:
-    """Compute `keepset.kernels.paged.append_to_pages`."""
+    """Compute `keepset.kernels.paged.append_to_pages`.
+
+    Args:
+        keys, values, cache, tokens, layout, format: as there, with rows mixed if the format mixes them.
+    """
     n, (_, heads, head_dim), size = len(tokens.lengths), keys.shape, cache.shape[2]
     if not n:
         return
@@ -80,7 +89,11 @@ def append(keys, values, cache, tokens, layout, format) -> None:
 
 
 def follow(filed, block_table, before, after, required, lost, block_size, layout, drafts) -> Int[Tensor, " rows"]:
-    """Compute `keepset.kernels.paged.follow_layouts`."""
+    """Compute `keepset.kernels.paged.follow_layouts`.
+
+    Args:
+        filed, block_table, before, after, required, lost, block_size, layout, drafts: as there.
+    """
     rows, (_, layers, heads) = len(before), filed.layout.counts.shape
     pages = torch.empty(rows, dtype=torch.int64, device=block_table.device)
     _follow[(rows,)](
@@ -94,6 +107,12 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
     """Return the parts of every head: enough to keep the device busy, each long enough to be worth a program.
 
     A step of many tokens gets fewer parts, because the engine does not account for the memory of partial outputs.
+
+    Args:
+        device: where it runs.
+        programs: how many there are without parts.
+        longest: an upper bound of a head's entries.
+        numbers: of the step's output.
     """
     least, most = _SPLITS
     even = triton.cdiv(dispatch.processors(device) * PROGRAMS_PER_PROCESSOR, programs)
@@ -107,12 +126,10 @@ def _scales(format: PageFormat | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _places(tokens: PagedTokens, layout: PageLayout) -> tuple[Tensor | None, ...]:
-    """Return tables and layouts in the order of the kernels' arguments."""
     return tokens.block_table, *layout, tokens.places, tokens.rows, tokens.lengths
 
 
 def _rows(tokens: PagedTokens, layout: PageLayout) -> tuple[int, ...]:
-    """Return the row strides of tables and layouts."""
     return tokens.block_table.stride(0), *(part.stride(0) for part in layout)
 
 
@@ -121,6 +138,12 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
     """Return for each head its entries and pages at the event, and its first page numbers: at the event and after it.
 
     This is `keepset.kernels.page_layout._numbers` for one request.
+
+    Args:
+        counts: pointer to the entries of each head at the event.
+        shared: whether pages are shared.
+        HEADS, HEADS_BLOCK: KV heads, and the next power of two.
+        SIZE: entries of a page.
     """
     head = tl.arange(0, HEADS_BLOCK)
     count = tl.load(counts + head, mask=head < HEADS, other=0).to(tl.int32)
@@ -140,16 +163,14 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
 
 @triton.jit
 def _dealt_to(counts, shared, head, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Return the results of `_dealt` for one head."""
     count, kept, start, later = _dealt(counts, shared, HEADS, HEADS_BLOCK, SIZE)
-    own = tl.arange(0, HEADS_BLOCK) == head
-    count, kept = tl.sum(tl.where(own, count, 0), 0), tl.sum(tl.where(own, kept, 0), 0)
-    return count, kept, tl.sum(tl.where(own, start, 0), 0), tl.sum(tl.where(own, later, 0), 0)
+    is_head = tl.arange(0, HEADS_BLOCK) == head
+    count, kept = tl.sum(tl.where(is_head, count, 0), 0), tl.sum(tl.where(is_head, kept, 0), 0)
+    return count, kept, tl.sum(tl.where(is_head, start, 0), 0), tl.sum(tl.where(is_head, later, 0), 0)
 
 
 @triton.jit
 def _number(page, kept, start, later, HEADS: tl.constexpr):
-    """Return the number of a head's page among its request's sub-pages."""
     return tl.where(page < kept, start + page, later + page * HEADS)
 
 
@@ -159,7 +180,21 @@ def _find(
     cache_block, cache_head, cache_entry, slot_layer,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to a head's entries, and their slots."""
+    """Return pointers to a head's entries, and their slots.
+
+    Args:
+        entry: index of each entry in its head.
+        stored: which entries exist.
+        kind, addresses: a cache of the right type, and where each layer's begins.
+        table: pointer to the request's blocks.
+        kept, start, later: what `_dealt_to` has returned.
+        first_block, shared: of the layout.
+        layer, layers: the layer, and how many share the block table.
+        cache_block, cache_head, cache_entry: strides of a cache.
+        slot_layer: slots of a layer.
+        HEADS, SIZE: KV heads, and entries of a page.
+        ALIGNED, EIGHT: what divides addresses and strides.
+    """
     page = entry // SIZE
     number = _number(page, kept, start, later, HEADS)
     index, holder = first_block + number // HEADS, page * 0 + layer
@@ -183,7 +218,7 @@ def _find(
 @triton.jit(do_not_specialize=["layer", "outputs"])
 def _attend_pages(
     queries, cache, caches, key_scale, value_scale, bias, sinks, block_table, counts, event_lengths, firsts, shares,
-    places, rows, lengths, output, lse,
+    token_indices, rows, lengths, output, lse,
     query_token, query_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, cap, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
@@ -198,9 +233,9 @@ def _attend_pages(
     Program axes: (token, KV head and block of its query heads, part).
     """
     token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
-    place, row = token, token
+    token_index, row = token, token
     if LISTED:
-        place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
+        token_index, row = tl.load(token_indices + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
     shared = tl.load(shares + row * shared_row).to(tl.int32)
     count, kept, start, later = _dealt_to(counts + row * counts_row, shared > 0, head, HEADS, HEADS_BLOCK, SIZE)
@@ -212,7 +247,7 @@ def _attend_pages(
     exists, query = member < GROUP, head * GROUP + member
     dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
     q = tl.load(
-        queries + place * query_token + query[:, None] * query_head + dims[None, :],
+        queries + token_index * query_token + query[:, None] * query_head + dims[None, :],
         mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
     if FORMAT == 0:
@@ -262,7 +297,7 @@ def _attend_pages(
         # For a part beyond its head's end only the log-sum-exp is written.
         written = tl.where(split * part < tl.maximum(entries, 1), GROUP, 0)
     else:
-        at_output = place * (HEADS * GROUP) + query
+        at_output = token_index * (HEADS * GROUP) + query
     tl.store(
         output + at_output[:, None] * VALUE_DIM + value_dims[None, :],
         attended.to(output.dtype.element_ty), mask=(member < written)[:, None] & (value_dims < VALUE_DIM)[None, :],
@@ -271,8 +306,8 @@ def _attend_pages(
 
 @triton.jit
 def _append_to_pages(
-    keys, values, cache, key_scale, value_scale, slots, block_table, counts, event_lengths, firsts, shares, places,
-    rows, lengths, key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
+    keys, values, cache, key_scale, value_scale, slots, block_table, counts, event_lengths, firsts, shares,
+    token_indices, rows, lengths, key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     SIZE: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
@@ -280,24 +315,24 @@ def _append_to_pages(
 ):  # fmt: skip
     """Write one token's entries of all heads; one program for each token."""
     token = tl.program_id(0).to(tl.int64)
-    place, row = token, token
+    token_index, row = token, token
     if LISTED:
-        place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
+        token_index, row = tl.load(token_indices + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
     if GUARDED:
         length = tl.where(tl.load(slots + token) < 0, 0, length)
-    exists, block, own, offset = _newest(
+    exists, block, block_head, offset = _newest(
         length, block_table + row * table_row, counts + row * counts_row, event_lengths + row * event_row,
         firsts + row * first_row, shares + row * shared_row, HEADS, HEADS_BLOCK, SIZE,
     )  # fmt: skip
     head, dims = tl.arange(0, HEADS_BLOCK), tl.arange(0, HEAD_BLOCK)
-    at = block * cache_block + own * cache_head + offset * cache_entry
+    at = block * cache_block + block_head * cache_head + offset * cache_entry
     if EIGHT:
         at = tl.multiple_of(at, 8)
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(keys + place * key_token + head[:, None] * key_head + dims[None, :], mask=mask, other=0.0)
+    k = tl.load(keys + token_index * key_token + head[:, None] * key_head + dims[None, :], mask=mask, other=0.0)
     store_rows(cache + at, k, key_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
-    v = tl.load(values + place * value_token + head[:, None] * value_head + dims[None, :], mask=mask, other=0.0)
+    v = tl.load(values + token_index * value_token + head[:, None] * value_head + dims[None, :], mask=mask, other=0.0)
     store_rows(cache + at + HALF, v, value_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
 
 
@@ -306,7 +341,15 @@ def _newest(
     length, table, counts, event_length, first, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return for each head whether a token's entry is written to it, and the entry's block, head and offset."""
+    """Return for each head whether a token's entry is written to it, and the entry's block, head and offset.
+
+    Args:
+        length: tokens of the request, with the new one; 0 to write nothing.
+        table: pointer to the request's blocks.
+        counts, event_length, first, shared: pointers to its layout.
+        HEADS, HEADS_BLOCK: KV heads, and the next power of two.
+        SIZE: entries of a page.
+    """
     count, kept, start, later = _dealt(counts, tl.load(shared) > 0, HEADS, HEADS_BLOCK, SIZE)
     entry = count + (length - tl.load(event_length).to(tl.int32)) - 1
     number = _number(entry // SIZE, kept, start, later, HEADS)
@@ -326,36 +369,36 @@ def _follow(
     had, has, blocks = tl.load(before + row), tl.load(after + row), block_table + row * table_row
     old = tl.load(blocks + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
     must, tokens = tl.load(required + row) != 0, tl.load(filed_tokens + old)
-    known = must & (tokens - DRAFTS <= had) & (had <= tokens)
-    some = tl.arange(0, BLOCK)
+    is_filed = must & (tokens - DRAFTS <= had) & (had <= tokens)
+    lane = tl.arange(0, BLOCK)
     for offset in tl.static_range(0, COUNTS, BLOCK):
-        index = offset + some
-        count = tl.load(filed_counts + old * COUNTS + index, mask=index < tl.where(known, COUNTS, 0), other=0)
+        index = offset + lane
+        count = tl.load(filed_counts + old * COUNTS + index, mask=index < tl.where(is_filed, COUNTS, 0), other=0)
         tl.store(counts + row * COUNTS + index, count, mask=index < COUNTS)
         for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
             page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE).to(tl.int64)
             tl.store(filed_counts + page * COUNTS + index, count, mask=index < COUNTS)
     for offset in tl.static_range(0, LAYERS, BLOCK):
-        index = offset + some
-        there = old * LAYERS + index
-        length = tl.load(filed_lengths + there, mask=index < tl.where(known, LAYERS, 0), other=0)
-        first = tl.load(filed_firsts + there, mask=index < tl.where(known, LAYERS, 0), other=0)
-        shared = tl.load(filed_shares + there, mask=index < tl.where(known, LAYERS, 0), other=0)
+        index = offset + lane
+        source = old * LAYERS + index
+        length = tl.load(filed_lengths + source, mask=index < tl.where(is_filed, LAYERS, 0), other=0)
+        first = tl.load(filed_firsts + source, mask=index < tl.where(is_filed, LAYERS, 0), other=0)
+        shared = tl.load(filed_shares + source, mask=index < tl.where(is_filed, LAYERS, 0), other=0)
         tl.store(lengths + row * LAYERS + index, length, mask=index < LAYERS)
         tl.store(firsts + row * LAYERS + index, first, mask=index < LAYERS)
         tl.store(shares + row * LAYERS + index, shared, mask=index < LAYERS)
         for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
             page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE).to(tl.int64)
-            mine = page * LAYERS + index
-            tl.store(filed_lengths + mine, length, mask=index < LAYERS)
-            tl.store(filed_firsts + mine, first, mask=index < LAYERS)
-            tl.store(filed_shares + mine, shared, mask=index < LAYERS)
+            target = page * LAYERS + index
+            tl.store(filed_lengths + target, length, mask=index < LAYERS)
+            tl.store(filed_firsts + target, first, mask=index < LAYERS)
+            tl.store(filed_shares + target, shared, mask=index < LAYERS)
     tl.debug_barrier()  # all threads have read what was filed before it is overwritten
     for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
         page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE)
         tl.store(filed_tokens + page, has.to(tl.int32))
     tl.store(pages + row, tl.load(blocks + (has - 1) // SIZE).to(tl.int64))
-    if must & ~known:
+    if must & ~is_filed:
         tl.store(lost, 1)
 
 
@@ -363,7 +406,11 @@ _SHIFTED = 512
 
 
 def shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left) -> None:
-    """Compute `keepset.kernels.paged.shift_step`."""
+    """Compute `keepset.kernels.paged.shift_step`.
+
+    Args:
+        block_table, lengths, starts, dropped, slots, block_size, left_table, left: as there.
+    """
     _shift[(len(lengths),)](
         block_table, lengths, starts, dropped, slots, left_table, left,
         block_table.stride(0), left_table.stride(0), block_size, BLOCK=_SHIFTED,
@@ -392,6 +439,6 @@ def _shift(
         for first in range(tl.load(starts + row).to(tl.int64), end, BLOCK):
             token = first + tl.arange(0, BLOCK)
             new = token < end
-            place = length - end + token - shift
-            block = tl.load(table + place // size, mask=new).to(tl.int64)
-            tl.store(slots + token, block * size + place % size, mask=new)
+            entry_index = length - end + token - shift
+            block = tl.load(table + entry_index // size, mask=new).to(tl.int64)
+            tl.store(slots + token, block * size + entry_index % size, mask=new)

@@ -30,11 +30,18 @@ _PARTS = 4, 16
 """The least and the most parts of a long head; at least some, because other heads may be far shorter."""
 
 
-def add_received(cache, addresses, places, queries, entries, target, formats) -> None:
+def add_received(cache, addresses, layer_range, queries, entries, target, formats) -> None:
     """Compute `keepset.kernels.window.add_received_in_pages`.
 
     Two programs never add to the same place, so sums have a fixed order. The length of a head's parts depends on its
     entries, which only the device knows.
+
+    Args:
+        cache: of one of the layers.
+        addresses: of the group's caches.
+        layer_range: the `layers` there.
+        queries, entries, formats: as there.
+        target: the column, and how to sum.
     """
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
     format = formats[0] if formats else None
@@ -59,7 +66,7 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
         target.positions, entries.block_table, *entries.layout, entries.packed, entries.lengths,
         *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0),
         kind.shape[0] * kv_heads * size, softmax.scaling, softmax.softcap or 1.0, sinks, n, rows,
-        places.start, of_group, len(addresses.on_device), parts,
+        layer_range.start, of_group, len(addresses.on_device), parts,
     )  # fmt: skip
     sizes |= dict(
         HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, LEAST_PART=LEAST_PART, PARTS=most,
@@ -78,8 +85,8 @@ def _own(target: ColumnTarget) -> Int[Tensor, "rows 2"] | None:
     """Return the address and the places per head of each request's private column, zeros if it has none."""
     if not target.own:
         return None
-    places = [(0, 0) if own is None else (own.data_ptr(), own.shape[2]) for own in target.own]
-    return dispatch.upload(torch.tensor(places, dtype=torch.long), target.column.device)
+    rows = [(0, 0) if column is None else (column.data_ptr(), column.shape[2]) for column in target.own]
+    return dispatch.upload(torch.tensor(rows, dtype=torch.long), target.column.device)
 
 
 @triton.jit
@@ -108,7 +115,7 @@ def _part(entries, parts, LEAST_PART: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _logits(
-    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head, length,
+    kind, addresses, key_scales, rings, slots, ring_indices, last_visible, bias, positions, layer, row, head, length,
     entries, packed, table, first_block, shared, pages, start, later, block, entry,
     cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, cap, n,
     first, layers,
@@ -121,9 +128,9 @@ def _logits(
     line, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
     token, member = block * TOKENS + line // WIDE, line % WIDE
     exists = (token < n) & (member < GROUP)
-    place = tl.load(places + row * n + token, mask=exists, other=0).to(tl.int64)
+    ring_index = tl.load(ring_indices + row * n + token, mask=exists, other=0).to(tl.int64)
     ring = rings + layer.to(tl.int64) * ring_layer + tl.load(slots + row).to(tl.int64) * ring_slot
-    of_line = place * ring_place + (head * GROUP + member) * ring_head
+    of_line = ring_index * ring_place + (head * GROUP + member) * ring_head
     q = tl.load(
         ring + of_line[:, None] + dims[None, :], mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
     )  # fmt: skip
@@ -145,9 +152,9 @@ def _logits(
     # Entries since the event are equally far from their positions; kept ones count as just before them.
     position = entry + length - entries
     if PLACED:
-        known = entry < tl.minimum(packed, entries)
-        bits = tl.load(positions + slot, mask=known, other=0.0).to(tl.int32, bitcast=True)
-        position = tl.where(known, bits, position)
+        is_packed = entry < tl.minimum(packed, entries)
+        bits = tl.load(positions + slot, mask=is_packed, other=0.0).to(tl.int32, bitcast=True)
+        position = tl.where(is_packed, bits, position)
     biases = 0.0
     if BIASED:
         biases = tl.load(bias + slot, mask=entry < tl.minimum(packed, entries), other=0.0)
@@ -158,7 +165,7 @@ def _logits(
 # Only the dtype of `kind` is used: layers are found by their addresses.
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts"])
 def _paged_lse(
-    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, block_table, counts,
+    kind, addresses, key_scales, rings, slots, ring_indices, last_visible, bias, positions, block_table, counts,
     event_lengths, firsts, shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot,
     ring_place, ring_head, table_row, slot_layer, scaling, cap, sinks, n, rows, first, of_group, layers, parts, partial,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
@@ -178,7 +185,7 @@ def _paged_lse(
     largest, total = begun(sinks, of_row, member < members, split, ROWS, SINKS)
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         logits, _ = _logits(
-            kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head,
+            kind, addresses, key_scales, rings, slots, ring_indices, last_visible, bias, positions, layer, row, head,
             length, entries, packed, table, first_block, shared, pages, start, later, block,
             offset + tl.arange(0, BLOCK),
             cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling,
@@ -193,7 +200,7 @@ def _paged_lse(
 
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts", "blocks"])
 def _add_in_pages(
-    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, block_table, counts,
+    kind, addresses, key_scales, rings, slots, ring_indices, last_visible, bias, positions, block_table, counts,
     event_lengths, firsts, shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot,
     ring_place, ring_head, table_row, slot_layer, scaling, cap, sinks, n, rows, first, of_group, layers, parts, partial,
     column, unwritten, blocks, owns,
@@ -216,7 +223,7 @@ def _add_in_pages(
         sums, slot = tl.zeros([NUMBERS, BLOCK], tl.float32), tl.zeros([BLOCK], tl.int64)
         for block in range(0, blocks):
             logits, slot = _logits(
-                kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row,
+                kind, addresses, key_scales, rings, slots, ring_indices, last_visible, bias, positions, layer, row,
                 head, length, entries, packed, table, first_block, shared, pages, start, later, block, entry,
                 cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer,
                 scaling, cap, n, first, layers,
@@ -227,8 +234,8 @@ def _add_in_pages(
             sums += received(logits, partial, line, of_part, parts, PARTS, NUMBERS)
         target = column
         if OWN:
-            own = tl.load(owns + 2 * row)
-            if own != 0:
-                target = own.to(column.dtype)
+            address = tl.load(owns + 2 * row)
+            if address != 0:
+                target = address.to(column.dtype)
                 slot = ((first + layer) * HEADS + head) * tl.load(owns + 2 * row + 1) + entry
         add_numbers(target, slot, entry < written, entry < entries, sums, GROUP, MEAN, NUMBERS)

@@ -17,32 +17,55 @@ _INPUTS = 32
 """Numbers of an input that a program multiplies at a time."""
 
 
-def entry_codes(keys, values, positions, new, networks, known):
-    """Compute `keepset.kernels.predictor.entry_codes` in one launch, without a host sync."""
+def entry_codes(keys, values, positions, new, networks, earlier_codes):
+    """Compute `keepset.kernels.predictor.entry_codes` in one launch, without a host sync.
+
+    Args:
+        keys, values, positions, new, networks, earlier_codes: as there.
+    """
     keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
     strides = (*keys.stride()[:3], *values.stride()[:3])
-    return _launch(keys, values, None, None, strides, (1, 1, 0, 1), positions, new, networks, known, False, ())
+    return _launch(keys, values, None, None, strides, (1, 1, 0, 1), positions, new, networks, earlier_codes, False, ())
 
 
-def entry_codes_in_pages(cache, addresses, place, subpages, positions, new, networks, known, formats):
-    """Compute `keepset.kernels.predictor.entry_codes_in_pages` in one launch, without a host sync."""
+def entry_codes_in_pages(cache, addresses, first_layer, subpages, positions, new, networks, earlier_codes, formats):
+    """Compute `keepset.kernels.predictor.entry_codes_in_pages` in one launch, without a host sync.
+
+    Args:
+        cache: of one of the layers.
+        addresses: of the group's caches.
+        first_layer, subpages, positions, new, networks, earlier_codes, formats: as there.
+    """
     blocks, kv_heads, size, width = cache.shape
     kind = as_bytes(cache, formats[0] if formats else None)
-    strides, pool = (*kind.stride()[:3], 0, 0, 0), (kv_heads, blocks, place, len(addresses.on_device))
+    strides, pool = (*kind.stride()[:3], 0, 0, 0), (kv_heads, blocks, first_layer, len(addresses.on_device))
     return _launch(
-        kind, kind, addresses.on_device, subpages.contiguous(), strides, pool, positions, new, networks, known,
+        kind, kind, addresses.on_device, subpages.contiguous(), strides, pool, positions, new, networks, earlier_codes,
         addresses.aligned, formats, size, width // 2,
     )  # fmt: skip
 
 
 def _launch(  # type: ignore[no-untyped-def]
-    keys, values, addresses, subpages, strides, pool, positions, new, networks, known, aligned, formats, size=1, half=0
+    keys,
+    values,
+    addresses,
+    subpages,
+    strides,
+    pool,
+    positions,
+    new,
+    networks,
+    earlier_codes,
+    aligned,
+    formats,
+    size=1,
+    half=0,
 ):
     rows, heads, entries = new.shape
     layers, _, width, inputs = networks.hidden.shape
     head_dim = networks.partner.shape[1]
     value_dim = inputs - 2 - head_dim
-    known = None if known is None else known.contiguous()
+    earlier_codes = None if earlier_codes is None else earlier_codes.contiguous()
     mixing = formats[0].mixing if formats else None
     codes = torch.empty(rows, heads, entries, dtype=torch.float32, device=new.device)
     if not codes.numel():
@@ -52,12 +75,12 @@ def _launch(  # type: ignore[no-untyped-def]
     _entry_codes[(rows * heads, triton.cdiv(entries, block))](
         keys, values, addresses, subpages, layer_scales(formats, values=False), layer_scales(formats, values=True),
         None if mixing is None else mixing.matrix.contiguous(),
-        positions, new, known, codes, *(part.contiguous() for part in networks),
+        positions, new, earlier_codes, codes, *(part.contiguous() for part in networks),
         *strides, *pool, *positions.stride(), *new.stride(), entries, rows // layers,
         0 if subpages is None else subpages.shape[2],
         HEADS=heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, INPUTS=inputs, WIDTH=width, SIZE=size, BLOCK=block,
         WIDTH_BLOCK=max(16, min(_WIDTH, triton.next_power_of_2(width))), INPUTS_BLOCK=inputs_block,
-        PAGED=subpages is not None, KNOWN=known is not None, ALIGNED=aligned, HALF=half,
+        PAGED=subpages is not None, KNOWN=earlier_codes is not None, ALIGNED=aligned, HALF=half,
         SCORE_STEPS=SCORE_STEPS, SCORE_LIMIT=SCORE_LIMIT, SLOPE_STEPS=SLOPE_STEPS, SLOPE_LIMIT=SLOPE_LIMIT,
         SHORTEST=SHORTEST,
         **kind_of(formats[0] if formats else None),
@@ -98,11 +121,13 @@ def _numbers(row, exists, dims, unmix, DIM: tl.constexpr, FORMAT: tl.constexpr):
     else:
         numbers = tl.zeros([row.shape[0], dims.shape[0]], tl.float32)
         for begin in range(0, DIM, dims.shape[0]):
-            place = begin + tl.arange(0, dims.shape[0])
-            mixed = load_numbers(row[:, None], place[None, :], exists[:, None] & (place < DIM)[None, :], FORMAT)
+            source_dims = begin + tl.arange(0, dims.shape[0])
+            mixed = load_numbers(
+                row[:, None], source_dims[None, :], exists[:, None] & (source_dims < DIM)[None, :], FORMAT
+            )
             part = tl.load(
-                unmix + place[:, None] * DIM + dims[None, :],
-                mask=(place < DIM)[:, None] & (dims < DIM)[None, :], other=0.0,
+                unmix + source_dims[:, None] * DIM + dims[None, :],
+                mask=(source_dims < DIM)[:, None] & (dims < DIM)[None, :], other=0.0,
             )  # fmt: skip
             numbers += tl.dot(mixed, part, input_precision="ieee")
     return numbers
@@ -121,11 +146,11 @@ def _unrotated(
         unmix: as in `_numbers`.
     """
     real = dims < HEAD_DIM
-    other = tl.load(partner + dims, mask=real, other=HEAD_DIM)
+    partner_dims = tl.load(partner + dims, mask=real, other=HEAD_DIM)
     x = _numbers(key, exists, dims, unmix, HEAD_DIM, FORMAT)
-    y = _numbers(key, exists, other, unmix, HEAD_DIM, FORMAT)
+    y = _numbers(key, exists, partner_dims, unmix, HEAD_DIM, FORMAT)
     x *= (1 / tl.load(gain + dims, mask=real, other=1.0))[None, :]
-    y *= (1 / tl.load(gain + other, mask=real, other=1.0))[None, :]
+    y *= (1 / tl.load(gain + partner_dims, mask=real, other=1.0))[None, :]
     cos, sin = _cos_and_sin(positions[:, None] * tl.load(turns + dims, mask=real, other=0)[None, :])  # wraps around
     unrotated = x * cos - y * sin
     return unrotated if FORMAT == 0 else unrotated * scale[:, None]
@@ -133,20 +158,35 @@ def _unrotated(
 
 @triton.jit
 def _weights(hidden, unit, dims, real, exist, INPUTS: tl.constexpr):
-    """Return the weights from some inputs to some units."""
-    places = hidden + unit[None, :] * INPUTS + dims[:, None]
-    return tl.load(places, mask=real[None, :] & exist[:, None], other=0.0)
+    """Return the weights from some inputs to some units.
+
+    Args:
+        hidden: pointer to the weights of a network's hidden layer.
+        unit, dims: which units, and which inputs.
+        real, exist: which of them exist.
+        INPUTS: inputs of a unit.
+    """
+    pointers = hidden + unit[None, :] * INPUTS + dims[:, None]
+    return tl.load(pointers, mask=real[None, :] & exist[:, None], other=0.0)
 
 
 @triton.jit
 def _log_length(square, SHORTEST: tl.constexpr):
-    """Return the logarithm of the length of rows, from their sums of squares."""
     return 0.5 * tl.log(tl.where(square < SHORTEST * SHORTEST, SHORTEST * SHORTEST, square))  # NaN stays NaN
 
 
 @triton.jit
 def _linear(score, slope, x, weights, numbers, exist, ROW: tl.constexpr):
-    """Add the products of some numbers of the rows `x` with their weights to both outputs; weights are `ROW` apart."""
+    """Add the products of some numbers of the rows `x` with their weights to both outputs; weights are `ROW` apart.
+
+    Args:
+        score, slope: sums so far.
+        x: rows of numbers.
+        weights: pointer to those of the first output.
+        numbers: which inputs they are.
+        exist: which of them exist.
+        ROW: the distance of both outputs' weights.
+    """
     score += tl.sum(x * tl.load(weights + numbers, mask=exist, other=0.0)[None, :], 1)
     slope += tl.sum(x * tl.load(weights + ROW + numbers, mask=exist, other=0.0)[None, :], 1)
     return score, slope
@@ -154,7 +194,6 @@ def _linear(score, slope, x, weights, numbers, exist, ROW: tl.constexpr):
 
 @triton.jit
 def _steps(numbers, STEPS: tl.constexpr, LIMIT: tl.constexpr):
-    """Compute `keepset.kernels.predictor._steps`."""
     steps = tl.floor(numbers * STEPS + (LIMIT * STEPS + 0.5))
     steps = tl.where(steps < 1, 1.0, steps)  # NaN stays NaN
     return tl.where(steps > 2 * LIMIT * STEPS - 1, 2 * LIMIT * STEPS - 1, steps)
@@ -162,7 +201,7 @@ def _steps(numbers, STEPS: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "at_row", "at_head", "new_row", "new_head", "entries", "requests", "pages"])
 def _entry_codes(
-    keys, values, addresses, subpages, key_scales, value_scales, unmix, positions, new, known, codes,
+    keys, values, addresses, subpages, key_scales, value_scales, unmix, positions, new, earlier_codes, codes,
     linear, hidden, hidden_bias, output, output_bias, partner, turns, gain,
     key_row, key_head, key_entry, value_row, value_head, value_entry, kv_heads, blocks, first, layers,
     at_row, at_head, at_entry, new_row, new_head, new_entry, entries, requests, pages,
@@ -180,7 +219,7 @@ def _entry_codes(
     unknown = tl.load(new + row * new_row + head * new_head + entry * new_entry, mask=stored, other=0) != 0
     result = tl.zeros([BLOCK], tl.float32)
     if KNOWN:
-        result = tl.load(known + whole * entries + entry, mask=stored, other=0.0)
+        result = tl.load(earlier_codes + whole * entries + entry, mask=stored, other=0.0)
     if tl.sum(unknown.to(tl.int32), 0) > 0:
         if PAGED:
             subpage = tl.load(subpages + whole * pages + entry // SIZE, mask=unknown, other=0).to(tl.int64)
@@ -188,10 +227,10 @@ def _entry_codes(
             cache = tl.load(addresses + (first + through // blocks) % layers).to(keys.dtype)
             if ALIGNED:
                 cache = tl.multiple_of(cache, 16)
-            place = through % blocks * key_row + subpage % kv_heads * key_head + entry % SIZE * key_entry
+            offset = through % blocks * key_row + subpage % kv_heads * key_head + entry % SIZE * key_entry
             if EIGHT:
-                place = tl.multiple_of(place, 8)
-            key = cache + place
+                offset = tl.multiple_of(offset, 8)
+            key = cache + offset
             value = key + HALF
         else:
             key = keys + row * key_row + head * key_head + entry * key_entry

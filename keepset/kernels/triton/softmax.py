@@ -22,7 +22,12 @@ PROGRAMS_PER_PROCESSOR = 4
 
 
 def rows_of(width: int, dtype: torch.dtype) -> int:
-    """Return how many rows of `width` numbers a block has, a power of two."""
+    """Return how many rows of `width` numbers a block has, a power of two.
+
+    Args:
+        width: numbers of a row.
+        dtype: theirs.
+    """
     return max(_LEAST, min(_MOST, _BYTES // (width * dtype.itemsize)))
 
 
@@ -31,6 +36,13 @@ def query_sizes(group: int, n: int, head_dim: int, dtype: torch.dtype, largest: 
 
     A block is `TOKENS` queries of `WIDE` heads. It has `ROWS` log-sum-exps: one for each query and head, or for each
     query if only the largest logit of the heads counts.
+
+    Args:
+        group: query heads of a KV head.
+        n: queries of each head.
+        head_dim: numbers of a query.
+        dtype: theirs.
+        largest: whether only the largest logit of the heads counts.
     """
     wide, head_block = triton.next_power_of_2(group), max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, dtype)
@@ -43,7 +55,16 @@ def query_sizes(group: int, n: int, head_dim: int, dtype: torch.dtype, largest: 
 
 @triton.jit
 def begun(sinks, index, exists, split, ROWS: tl.constexpr, SINKS: tl.constexpr):
-    """Return `largest` and `total` of `streamed` before any entry; sinks count once, in the first part."""
+    """Return `largest` and `total` of `streamed` before any entry; sinks count once, in the first part.
+
+    Args:
+        sinks: pointer to the sinks.
+        index: of each row's sink.
+        exists: which rows exist.
+        split: the part of the head.
+        ROWS: how many rows there are.
+        SINKS: whether there are sinks.
+    """
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     if SINKS:
         sink = tl.load(sinks + index, mask=exists, other=float("-inf")).to(tl.float32)
@@ -73,7 +94,12 @@ def streamed(largest, total, logits):
 
 @triton.jit
 def capped(logits, cap):
-    """Return `cap * tanh(logits / cap)`; NaN stays NaN."""
+    """Return `cap * tanh(logits / cap)`; NaN stays NaN.
+
+    Args:
+        logits: any.
+        cap: their bound.
+    """
     return 2.0 * cap * tl.sigmoid(logits * (2.0 / cap)) - cap
 
 
@@ -87,6 +113,15 @@ def seen_logits(
 
     Logits of invisible entries are minus infinity. With `LARGEST` there is one row for each token: the largest of its
     heads' logits, or NaN if one of them is NaN.
+
+    Args:
+        q, k: queries `[rows, dims]` and keys `[dims, entries]`.
+        bias: of each entry, if `BIASED`.
+        visible: `[rows, entries]`.
+        scaling: factor of the products.
+        cap: bound of the logits, if `CAPPED`.
+        TOKENS, WIDE, BLOCK: tokens, heads of each, and entries.
+        LARGEST, BIASED, CAPPED: what is to be done.
     """
     logits = tl.dot(q, k, input_precision="ieee") * scaling
     if CAPPED:
@@ -103,7 +138,11 @@ def seen_logits(
 
 @triton.jit
 def log_sum_exp(largest, total):
-    """Return the log-sum-exp of streamed rows; minus infinity for rows that saw nothing; NaN stays NaN."""
+    """Return the log-sum-exp of streamed rows; minus infinity for rows that saw nothing; NaN stays NaN.
+
+    Args:
+        largest, total: as in `streamed`.
+    """
     return tl.where(largest == float("-inf"), largest + total, largest + tl.log(total))
 
 
@@ -112,6 +151,14 @@ def received(logits, partial, row, part, parts, PARTS: tl.constexpr, NUMBERS: tl
     """Return the attention that a block of entries receives from rows, given their log-sum-exps over parts of entries.
 
     Rows are summed into `NUMBERS` numbers of each entry: `[NUMBERS, BLOCK]`.
+
+    Args:
+        logits: `[rows, entries]`.
+        partial: pointer to the log-sum-exps of all rows and parts.
+        row, part: which of them.
+        parts: how many parts there are.
+        PARTS: places for parts of each row.
+        NUMBERS: numbers of each entry.
     """
     lse = tl.load(partial + row[:, None] * PARTS + part[None, :], mask=(part < parts)[None, :], other=float("-inf"))
     most = tl.max(lse, 1)
@@ -123,10 +170,23 @@ def received(logits, partial, row, part, parts, PARTS: tl.constexpr, NUMBERS: tl
 
 
 @triton.jit
-def add_numbers(column, place, written, stored, sums, GROUP: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr):
-    """Add sums to the numbers of entries at these places of a column; those not `written` yet count as zero."""
+def add_numbers(
+    column, entry_rows, written, stored, sums, GROUP: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr
+):
+    """Add sums to the numbers of entries in a column.
+
+    Args:
+        column: pointer to it.
+        entry_rows: where the entries are.
+        written: which of them have a number; the others count as zero.
+        stored: which of them exist.
+        sums: `[NUMBERS, entries]`.
+        GROUP: query heads of a KV head.
+        MEAN: whether to divide by `GROUP`.
+        NUMBERS: numbers of each entry, or a power of two above.
+    """
     number, of_entry = tl.arange(0, NUMBERS), GROUP if NUMBERS > 1 else 1
-    target = column + place[None, :].to(tl.int64) * of_entry + number[:, None]
+    target = column + entry_rows[None, :].to(tl.int64) * of_entry + number[:, None]
     real = (number < of_entry)[:, None]
     before = tl.load(target, mask=real & written[None, :], other=0.0)
     tl.store(target, before + sums / (GROUP if MEAN else 1), mask=real & stored[None, :])

@@ -29,7 +29,11 @@ _PARTS = 16
 
 
 def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_of) -> None:
-    """Compute `keepset.kernels.window.add_received` in two launches, without a host sync."""
+    """Compute `keepset.kernels.window.add_received` in two launches, without a host sync.
+
+    Args:
+        column, queries, packed, kv_heads, last_visible, softmax, sums_of: as there.
+    """
     table = HeadTable([packed])
     columns = packed.keys, packed.positions, packed.bias, packed.key_scale
     where = _Places(*columns, table.addresses, table.grown, packed.longest, queries.shape[3], kv_heads, table.aligned)
@@ -39,7 +43,11 @@ def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_
 def received_attention(
     queries, keys, positions, last_visible, softmax, valid, sums_of, bias
 ) -> Float[Tensor, "heads _ entries"]:
-    """Compute `keepset.kernels.window.received_attention` in two launches, without a host sync."""
+    """Compute `keepset.kernels.window.received_attention` in two launches, without a host sync.
+
+    Args:
+        queries, keys, positions, last_visible, softmax, valid, sums_of, bias: as there.
+    """
     heads, group, _, _ = queries.shape
     entries = keys.shape[1]
     numbers = sums_of.shape(group)
@@ -53,8 +61,8 @@ def received_attention(
         columns = (keys, None, positions, bias, None, None)
         starts = torch.arange(heads)
         none = torch.zeros_like(starts)
-        places = [none if c is None else c.data_ptr() + starts * (c.stride(0) * c.itemsize) for c in columns]
-        table = torch.stack([*places, torch.full_like(starts, entries)])
+        addresses = [none if c is None else c.data_ptr() + starts * (c.stride(0) * c.itemsize) for c in columns]
+        table = torch.stack([*addresses, torch.full_like(starts, entries)])
         where = _Places(
             keys, positions, bias, None, dispatch.upload(table, keys.device), 0, entries, keys.stride(1), heads,
             aligned=not (table[0] % 16).any(),
@@ -93,6 +101,10 @@ def _add(column, queries, where, kv_heads, last_visible, softmax, sums_of) -> No
     """Add the attention that entries receive to a column.
 
     A program owns a block of entries and is the only one to add to it, so sums have a fixed order.
+
+    Args:
+        column, queries, kv_heads, last_visible, softmax, sums_of: as in `add_received`.
+        where: where the heads' entries are.
     """
     largest = sums_of is GroupReduction.LARGEST
     batch, query_heads, n, head_dim = queries.shape
@@ -143,16 +155,16 @@ def _logits(
     )  # fmt: skip
     last = tl.load(last_visible + request.to(tl.int64) * last_batch + token * last_token, mask=exists, other=-1)
     entry = first + tl.arange(0, BLOCK)
-    stored, place = entry < length, entry.to(tl.int64)
+    stored, entry_row = entry < length, entry.to(tl.int64)
     k = tl.load(
-        keys + place[None, :] * key_row + dims[:, None],
+        keys + entry_row[None, :] * key_row + dims[:, None],
         mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
     )  # fmt: skip
     if INT8:
-        steps = tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)
+        steps = tl.load(key_scale + entry_row, mask=stored, other=0.0).to(tl.float32)
         k = (k.to(tl.float32) * steps[None, :]).to(q.dtype)
-    biases = tl.load(bias + place, mask=stored, other=0.0) if BIASED else 0.0
-    at = tl.load(positions + place, mask=stored, other=0)
+    biases = tl.load(bias + entry_row, mask=stored, other=0.0) if BIASED else 0.0
+    at = tl.load(positions + entry_row, mask=stored, other=0)
     visible = exists[:, None] & stored[None, :] & (at[None, :] <= last[:, None])
     return seen_logits(q, k, biases, visible, scaling, cap, TOKENS, WIDE, BLOCK, LARGEST, BIASED, CAPPED)
 

@@ -17,7 +17,7 @@ from keepset.hf.cache import Cache
 from keepset.hf.model_support import check_logits
 from keepset.hf.other_layers import mend_mixers
 from keepset.hf.prompt_session import warm_up
-from keepset.hf.store import SLACK
+from keepset.kernels.packed import SLACK
 from keepset.lab.compare.comparison import Comparer, Comparison, check_predictions, kl, kl_figures, mean, nll
 from keepset.lab.compare.text_task import ANSWER_TOKENS
 from keepset.lab.generation import greedy

@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rows: dict[str, Row] = {}
-    for kind in [each for each in arguments if not each.startswith("-")] or KINDS:
+    for kind in [argument for argument in arguments if not argument.startswith("-")] or KINDS:
         if kind in NOT_BUILT:
             continue
         try:

@@ -175,8 +175,8 @@ def configuration(kind: str) -> PretrainedConfig:
     for path, value in OVERRIDES.get(kind, {}).items():
         *parts, name = path.split(".")
         part = small
-        for each in parts:
-            part = part[each]
+        for key in parts:
+            part = part[key]
         part[name] = value
     return cls.from_dict(small)
 
@@ -228,8 +228,10 @@ def _small(name: Any, value: Any, values: Mapping[str, Any], chosen: list[int]) 
 
 def _of_layers(values: Mapping[str, Any], chosen: list[int]) -> dict[int, Any]:
     """Return what single layers have of their own, of those that are chosen."""
-    own = {int(index): part for index, part in values.items()}
-    return {place: {**shrunk(own[index]), **_WIDE} for place, index in enumerate(chosen) if index in own}
+    by_index = {int(index): part for index, part in values.items()}
+    return {
+        position: {**shrunk(by_index[index]), **_WIDE} for position, index in enumerate(chosen) if index in by_index
+    }
 
 
 def _size(name: str, value: int) -> int:
@@ -241,8 +243,8 @@ def _size(name: str, value: int) -> int:
 
 def _token(name: str) -> int:
     """Return a token's number: prompts have none below 20."""
-    known = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return known.get(name, 3 + sum(map(ord, name)) % 17)
+    numbers = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return numbers.get(name, 3 + sum(map(ord, name)) % 17)
 
 
 def _chosen_layers(values: Mapping[str, Any]) -> list[int]:
@@ -252,19 +254,19 @@ def _chosen_layers(values: Mapping[str, Any]) -> list[int]:
     kinds = lists[0] if lists and len(lists[0]) == number else [None] * number
     chosen: list[int] = []
     for index, kind in enumerate(kinds):
-        if sum(kinds[each] == kind for each in chosen) < 2:
+        if sum(kinds[earlier] == kind for earlier in chosen) < 2:
             chosen.append(index)
     return chosen
 
 
 def _small_list(name: str, value: list[Any], values: Mapping[str, Any], chosen: list[int]) -> list[Any]:
-    number = next((values[each] for each in _LAYERS if isinstance(values.get(each), int)), None)
+    number = next((values[item] for item in _LAYERS if isinstance(values.get(item), int)), None)
     if len(value) == number:
         return [value[index] for index in chosen]
     if name.endswith("token_id"):
         return [_token(name)]
     if name == "mrope_section":
         return [2, 3, 3]
-    if _INDICES.fullmatch(str(name)) and all(isinstance(each, int) for each in value) and number is not None:
-        return sorted({min(each, len(chosen) - 1) for each in value})
+    if _INDICES.fullmatch(str(name)) and all(isinstance(item, int) for item in value) and number is not None:
+        return sorted({min(item, len(chosen) - 1) for item in value})
     return value

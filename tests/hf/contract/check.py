@@ -73,14 +73,16 @@ def check(kind: str, model: Any, needs: Iterable[str] = NEEDS) -> Row:
         return row
     row.layers, row.compressed, row.usual = len(past.layers), len(past.managed_layers), usual_layers(kind)
     if not past.managed_layers:
-        row.refused = next(str(each.message) for each in caught if "keepset compresses nothing" in str(each.message))
+        row.refused = next(
+            str(warning.message) for warning in caught if "keepset compresses nothing" in str(warning.message)
+        )
         return row
     ids = torch.randint(20, 200, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     # transformers' SDPA leaves out soft caps, and the causality of a mask that PaliGemma makes.
     model.set_attn_implementation("eager")
     with _found(row, "own tokens"):
-        own = DynamicCache(config=model.config.get_text_config(decoder=True))
-        expected = generate(model, ids, own, max_new_tokens=NEW)
+        past_of_model = DynamicCache(config=model.config.get_text_config(decoder=True))
+        expected = generate(model, ids, past_of_model, max_new_tokens=NEW)
         _run(row, "all kept", lambda: _all_kept(model, ids, expected.sequences))
     if "own tokens" in row.findings:
         return row
@@ -97,9 +99,9 @@ def check(kind: str, model: Any, needs: Iterable[str] = NEEDS) -> Row:
 def told(error: Exception) -> str:
     """Return an error as one line: its kind, its words and where it was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    place = re.sub(r".*(transformers|torch|keepset|tests)/", r"\1/", last.filename)
+    file = re.sub(r".*(transformers|torch|keepset|tests)/", r"\1/", last.filename)
     words = " ".join(str(error).split())[:160]
-    return f"{type(error).__name__}: {words} ({place}, {last.name})"
+    return f"{type(error).__name__}: {words} ({file}, {last.name})"
 
 
 def _sentence(row: Row, name: str, error: Exception) -> str:
@@ -187,24 +189,24 @@ class _Masks:
     past: keepset.Cache
 
 
-def masked(model: Any, past: keepset.Cache, output: Any, **more: Tensor) -> Tensor:
+def masked(model: Any, past: keepset.Cache, output: Any, **extra: Tensor) -> Tensor:
     """Return the logits of all generated tokens, from one call in which dropped entries are hidden.
 
     Most models count positions from 0 as `generate` tells them, some by themselves: the prompt's last logits, before
     anything was dropped, tell which.
     """
     ids = output.sequences[:, :-1]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True, **more}
-    told = {"position_ids": torch.arange(ids.shape[1])[None]}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True, **extra}
+    positions_given = {"position_ids": torch.arange(ids.shape[1])[None]}
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     implementation = model.config._attn_implementation
     model.set_attn_implementation("masked")
     _Masks.past = past
     try:
-        for positions in [told, {}] if takes_positions else [{}]:
-            own = _NotingCache(config=model.config.get_text_config(decoder=True))
+        for positions in [positions_given, {}] if takes_positions else [{}]:
+            past_of_model = _NotingCache(config=model.config.get_text_config(decoder=True))
             with torch.no_grad():
-                logits = model(**inputs, **positions, past_key_values=own).logits[:, -len(output.logits) :]
+                logits = model(**inputs, **positions, past_key_values=past_of_model).logits[:, -len(output.logits) :]
             if torch.allclose(logits[:, 0], output.logits[0], rtol=1e-3, atol=1e-3):
                 break
     finally:
@@ -222,11 +224,11 @@ def _masked_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     heads, n = key.shape[1], query.shape[2]
-    seen = torch.ones(n, key.shape[2])
+    shown = torch.ones(n, key.shape[2])
     if getattr(module, "is_causal", True):  # patches of an image see one another
-        seen = seen.tril(key.shape[2] - n)
-    seen = seen.bool() if attention_mask is None else attention_mask
-    visible = seen.expand(len(query), 1, n, -1).repeat(1, heads, 1, 1)
+        shown = shown.tril(key.shape[2] - n)
+    shown = shown.bool() if attention_mask is None else attention_mask
+    visible = shown.expand(len(query), 1, n, -1).repeat(1, heads, 1, 1)
     index, entries = getattr(key, "layer", None), heads
     if index is None and hasattr(module, "expand_kv"):  # keys made of latents, which all heads share
         index, entries = module.layer_idx, 1

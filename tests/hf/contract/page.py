@@ -57,8 +57,8 @@ def page(rows: Mapping[str, Row]) -> str:
     dense = {kind for kind in whole if rows[kind].compressed == rows[kind].layers}
     refused = {kind: row.refused for kind, row in rows.items() if row.refused and not row.findings}
     nothing = {kind for kind, reason in refused.items() if "no layer that caches the whole text" in reason}
-    others = {kind: _generic(why) for kind, why in refused.items() if kind not in nothing}
-    some = {kind for kind, row in rows.items() if not row.refused and not row.findings and _refusals(row)}
+    reasons = {kind: _generic(why) for kind, why in refused.items() if kind not in nothing}
+    partly = {kind for kind, row in rows.items() if not row.refused and not row.findings and _refusals(row)}
     parts = [
         opening,
         "## Every layer, every method\n\nAll layers are compressed, and every method runs.\n",
@@ -66,10 +66,10 @@ def page(rows: Mapping[str, Row]) -> str:
         _SOME_LAYERS,
         _table(_COLUMNS, [(f"`{kind}`", *_counts(rows[kind])) for kind in sorted(whole - dense)]),
     ]
-    if some:
+    if partly:
         lines = [
             (f"`{kind}`", *_counts(rows[kind]), f"{', '.join(names)}: {reason}")
-            for kind in sorted(some)
+            for kind in sorted(partly)
             for reason, names in _refusals(rows[kind]).items()
         ]
         parts += ["## Some methods\n", _table((*_COLUMNS, "what is refused"), lines)]
@@ -78,12 +78,12 @@ def page(rows: Mapping[str, Row]) -> str:
         "size. A model of such a type whose `config.json` has no `sliding_window` is compressed.\n",
         _lists({"": nothing}),
         "## Refused\n\nkeepset refuses these in the sentence that stands beside them.\n",
-        _lists(_inverted(others)),
+        _lists(_inverted(reasons)),
     ]
     found = [
-        (f"`{kind}`", f"{', '.join(names)}: {_safe(what)}")
+        (f"`{kind}`", f"{', '.join(names)}: {_safe(finding)}")
         for kind, row in sorted(rows.items())
-        for what, names in _inverted(row.findings).items()
+        for finding, names in _inverted(row.findings).items()
     ]
     if found:
         parts += ["## Not right yet\n", _table(("type", "check and what happens"), found)]
@@ -96,8 +96,8 @@ def page(rows: Mapping[str, Row]) -> str:
 
 def _counts(row: Row) -> tuple[str, str]:
     compressed, layers = row.usual
-    told = 0 < compressed < layers or row.compressed == row.layers
-    return str(compressed) if told else "as configured", str(layers)
+    is_told = 0 < compressed < layers or row.compressed == row.layers
+    return str(compressed) if is_told else "as configured", str(layers)
 
 
 def _refusals(row: Row) -> dict[str, list[str]]:
@@ -114,8 +114,8 @@ def _inverted(reasons: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _generic(sentence: str) -> str:
     """Return a sentence without the names of one model's classes."""
-    first, _, rest = sentence.partition(" ")
-    return f"The model {rest}" if re.search("[a-z][A-Z]", first) else sentence
+    first, _, remainder = sentence.partition(" ")
+    return f"The model {remainder}" if re.search("[a-z][A-Z]", first) else sentence
 
 
 def _lists(groups: Mapping[str, Iterable[str]]) -> str:

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.core.budget import Budget
-from keepset.hf.store import SLACK
+from keepset.kernels.packed import SLACK
 from keepset.lab.candidate import grid
 from keepset.lab.compare import decode
 from keepset.lab.compare.decode import DecodeComparer, feed_slices
