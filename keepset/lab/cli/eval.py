@@ -14,9 +14,9 @@ from keepset.lab.cli.console import note, output, status
 from keepset.lab.cli.options import Json, Recipes, Temperature, takes_model
 from keepset.lab.cli.results import print_summary
 from keepset.lab.cli.streaming import Sampling
-from keepset.lab.cli.sweep import Asking, check_ray, say_lost, sweep_grid
+from keepset.lab.cli.sweep import check_ray, say_lost, sweep_grid
 from keepset.lab.embedded import Source
-from keepset.lab.sweep.prompts import Mode
+from keepset.lab.sweep.prompts import Asking, Mode
 
 if TYPE_CHECKING:
     from keepset.core.budget import Budget
@@ -94,7 +94,7 @@ def evaluate(
             help="How many of the first and of the newest tokens always stay, such as 4,32, unless the recipe says.",
         ),
     ] = "0,0",
-    out: Annotated[Path, Option(help="The sweep's file, new or begun before.")] = Path("sweep.sqlite"),
+    out: Annotated[Path, Option(help="The sweep's file, new or begun before.")] = Path("sweep.jsonl"),
     no_baselines: Annotated[
         bool, Option("--no-baselines", help="Leave out random and streaming_llm under the same budgets.")
     ] = False,

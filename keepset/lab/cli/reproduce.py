@@ -15,9 +15,10 @@ from keepset.lab.cli.checks import check_least, check_writable, parse_whole
 from keepset.lab.cli.console import load, note, output, say, show_table, status
 from keepset.lab.cli.options import Device, Dtype, Json, SamplingSeed
 from keepset.lab.cli.streaming import Sampling
-from keepset.lab.cli.sweep import Asking, check_ray, say_lost, sweep_grid
+from keepset.lab.cli.sweep import check_ray, say_lost, sweep_grid
 from keepset.lab.embedded import EMBEDDED, Source
 from keepset.lab.report.table import Column, Table
+from keepset.lab.sweep.prompts import Asking
 
 if TYPE_CHECKING:
     from keepset.lab.papers.entry import Entry, MeasuredFigure, Options, Sweep
@@ -122,7 +123,7 @@ def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -
     lost = False
     for sweep in entry.sweeps:
         words = [sweep.file or entry.name, sweep.name, Path(source.called).name]
-        path = out / f"{'-'.join(filter(None, words))}.sqlite"
+        path = out / f"{'-'.join(filter(None, words))}.jsonl"
         figures, incomplete = _sweep(sweep, source, options, path, ray)
         rows, lost = rows + figures, lost or incomplete
     if entry.measure is not None:

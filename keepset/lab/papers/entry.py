@@ -108,7 +108,7 @@ class Sweep:
         answer_tokens: the longest answer in tokens, by task; the task's own for tasks that are not named.
         limit, sample: examples of each task; see `Grid`.
         by: facts of the examples, such as `level`; each value of a fact gets separate figures.
-        mode, alone: see `Runner`.
+        mode, alone: see `Asking`.
         differences: pairs of methods by the paper's names of their difference: the first less the second.
         solved_by, missed_by: methods. Only examples count that the first answers correctly and the second wrongly under
             the same budget.
