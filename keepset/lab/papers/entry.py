@@ -68,7 +68,7 @@ class MeasuredFigure:
 
 
 @dataclass(frozen=True)
-class Options:
+class PaperOptions:
     """Settings of a user that replace the paper's; None or empty for the paper's own.
 
     `files` are the model's statistics and tables that recipes name in braces.
@@ -175,7 +175,7 @@ class Entry:
     title: str
     models: tuple[str, ...]
     sweeps: tuple[Sweep, ...] = ()
-    measure: Callable[[PreTrainedModel, Tokenizer, Options], Sequence[MeasuredFigure]] | None = None
+    measure: Callable[[PreTrainedModel, Tokenizer, PaperOptions], Sequence[MeasuredFigure]] | None = None
     takes: str = ""
     published: Mapping[str, Mapping[FigureKey, float]] = field(default_factory=dict)
     note: str = ""
@@ -203,7 +203,7 @@ class Entry:
         return f"needs {'; '.join(needs)}"
 
 
-def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
+def grid_of(sweep: Sweep, options: PaperOptions) -> SweepGrid:
     """Return the tasks and recipes of a paper's sweep, with the user's replacements.
 
     Raises:

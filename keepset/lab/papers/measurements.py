@@ -13,7 +13,7 @@ from keepset.lab.analysis.intervals import Figure, of_mean
 from keepset.lab.analysis.synthetic import Agreement, Gaussianity, hidden_gaussianity, next_query
 from keepset.lab.corpus import default_texts
 from keepset.lab.latency import Timing, latency
-from keepset.lab.papers.entry import FigureKey, MeasuredFigure, Options, recipe_of
+from keepset.lab.papers.entry import FigureKey, MeasuredFigure, PaperOptions, recipe_of
 from keepset.lab.tasks.task import Tokenizer
 from keepset.lab.texts import essay, essays
 from keepset.methods.gvote import GVote
@@ -23,7 +23,7 @@ _CHARACTERS = 8
 
 
 def hidden_states(
-    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int
+    model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions, *, length: int
 ) -> list[MeasuredFigure]:
     """Measure how near each channel of the hidden states is to a normal distribution along texts of `length` tokens."""
     skip = GVote().skip
@@ -32,7 +32,7 @@ def hidden_states(
 
 
 def synthetic_queries(
-    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int
+    model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions, *, length: int
 ) -> list[MeasuredFigure]:
     """Measure how one synthesized query agrees with that of the last, masked token of texts of `length` tokens."""
     method = GVote(samples=1, seed=options.seed)
@@ -40,7 +40,7 @@ def synthetic_queries(
     return _by_layer(texts, "GVote")
 
 
-def _essays(tokenizer: Tokenizer, options: Options, length: int) -> Iterator[Int[Tensor, "1 tokens"]]:
+def _essays(tokenizer: Tokenizer, options: PaperOptions, length: int) -> Iterator[Int[Tensor, "1 tokens"]]:
     """Yield the beginnings of essays, the longest essay first; a shorter essay is whole."""
     length = options.lengths[0] if options.lengths else length
     names = sorted(essays(), key=lambda name: -len(essay(name)))
@@ -65,7 +65,7 @@ def _by_layer(
 def generation_costs(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    options: Options,
+    options: PaperOptions,
     *,
     full: str,
     methods: Mapping[str, str],
@@ -122,7 +122,7 @@ def _paper_units(timing: Timing) -> dict[str, float | None]:
     }
 
 
-def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> list[MeasuredFigure]:
+def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions) -> list[MeasuredFigure]:
     """Return the mean weight of a table's heads, and the share of heads below 1, layer by layer."""
     tables, rows = _tables(options), []
     for name, of_head in (("weight", tables.weights), ("heads below 1", (tables.weights < 1).float())):
@@ -131,7 +131,7 @@ def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: Options)
     return rows
 
 
-def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> list[MeasuredFigure]:
+def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions) -> list[MeasuredFigure]:
     """Return a table's mean threshold over all layers, for each bin of either risk."""
     tables, rows = _tables(options), []
     of_bin = tables.gate.mean(1)
@@ -141,7 +141,7 @@ def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -
     return rows
 
 
-def _tables(options: Options) -> Tables:
+def _tables(options: PaperOptions) -> Tables:
     if "tables" not in options.files:
         raise KeepsetError(
             "This figure shows a model's tables: give a file with --tables, made by "
