@@ -181,7 +181,13 @@ def _feed(model: PreTrainedModel, answers: Sequence[Answer]) -> None:
 
 
 def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
-    """Return a function that picks the most likely token, or draws one with the temperature and the seeds `draw`."""
+    """Return a function that picks the next token by its logits.
+
+    Args:
+        temperature: 0 for the most likely token; else it is drawn.
+        device: the device of the logits.
+        draw: what the draw is for; equal ones draw alike.
+    """
     if not temperature:
         return lambda logits: logits.argmax(-1, keepdim=True)
     seed = int.from_bytes(hashlib.sha256(repr(draw).encode()).digest()[:7], "big")

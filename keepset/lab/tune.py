@@ -41,9 +41,13 @@ class TextPiece:
 
 
 def cut(tokenizer: Tokenizer, texts: Sequence[str], *, longest: int | None, seed: int) -> list[TextPiece]:
-    """Return `PIECES` pieces of texts with the least overlap; the seed determines their order.
+    """Return `PIECES` pieces of texts with the least overlap.
 
-    `longest` is the number of tokens of the model's context; None if unknown.
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: the texts.
+        longest: tokens of the model's context; None if unknown.
+        seed: the seed of their order.
 
     Raises:
         KeepsetError: the texts or the context are too short.

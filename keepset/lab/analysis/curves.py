@@ -51,6 +51,10 @@ def compression(curve: Curve, tolerance: float) -> Figure | None:
     between two budgets, as the paper's figures suggest. Nothing is known beyond the smallest budget, so a result there
     means "at least".
 
+    Args:
+        curve: the method's shares and scores.
+        tolerance: the relative loss that is allowed, such as 0.1.
+
     Returns:
         The share, with a bootstrap interval over examples, if any draw differs; all budgets of an example are drawn
         together. None if the full cache scores zero.

@@ -155,6 +155,10 @@ def split(records: Sequence[Record], fact: str) -> list[Record]:
 
     Records of examples without the fact are left out.
 
+    Args:
+        records: the records.
+        fact: the name of the fact.
+
     Raises:
         KeepsetError: no example has the fact.
     """

@@ -25,7 +25,12 @@ _FEW = 64
 
 
 def given_text(name: str, text: Text) -> Text:
-    """Return a text of the user, or standard input for -; refuse one that is blank or not UTF-8."""
+    """Return a text of the user, or standard input for `-`; None stays None.
+
+    Args:
+        name: the text's name in errors.
+        text: what the user has written.
+    """
     if text is None:
         return text
     if text == "-":
@@ -72,7 +77,12 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def check_tensor_file(out: Path, force: bool) -> None:
-    """Refuse a file of tensors that cannot be written, or should not be."""
+    """Refuse a file of tensors that cannot be written, or should not be.
+
+    Args:
+        out: the file.
+        force: whether it may be replaced.
+    """
     from keepset.core.files import check_replaceable
 
     if out.is_dir() or not out.parent.is_dir():
@@ -90,6 +100,10 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
     """Refuse recipes whose statistics or tables cannot be read, or are another model's; None is the full cache.
 
     A recipe that the model cannot run is left to the measurement, which says so in its row.
+
+    Args:
+        model: the model.
+        recipes: the recipes; None is the full cache.
     """
     from keepset.core.features.runtime_features import ModelStatistics, ModelTables
     from keepset.hf.cache import Cache
@@ -103,7 +117,12 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
 
 
 def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
-    """Return the default recipe (see `defaults`), `otherwise` for a model without networks; note which it is and why.
+    """Return the default recipe (see `defaults`), and note which it is and why.
+
+    Args:
+        model: the model.
+        called: the model's name in the note.
+        otherwise: the recipe of a model without networks.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
@@ -116,7 +135,12 @@ def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
 
 
 def note_short(length: int, kept: float) -> None:
-    """Note that a prompt of so many tokens is short, if a recipe kept only a share of its entries."""
+    """Note that a prompt is short, if a recipe kept only a share of its entries.
+
+    Args:
+        length: tokens of the prompt.
+        kept: the share of the entries that stayed.
+    """
     from keepset.defaults import SHORT
 
     if kept < 1 and length < SHORT:
@@ -137,7 +161,13 @@ def offered_recipes(model: Any) -> list[Recipe]:
 
 
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:
-    """Refuse more tokens than the model's context takes."""
+    """Refuse more tokens than the model's context takes.
+
+    Args:
+        model: the model.
+        length: tokens of the prompt.
+        new: tokens to generate.
+    """
     longest = context_length(model)
     if longest is not None and length + new > longest:
         suffix, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")
@@ -148,7 +178,13 @@ def check_fits_context(model: Any, length: int, new: int = 0) -> None:
 
 
 def check_length(model: Any, option: str, length: int) -> None:
-    """Refuse an option of more tokens than the model's context takes."""
+    """Refuse an option of more tokens than the model's context takes.
+
+    Args:
+        model: the model.
+        option: the option's name.
+        length: the option's value, in tokens.
+    """
     longest = context_length(model)
     if longest is not None and length > longest:
         raise KeepsetError(f"{option} {length} is more than the model's context of {longest}: use {longest} or less.")
@@ -196,6 +232,10 @@ def _guess(text: str) -> str:
 
 def parse_whole(text: str, option: str) -> list[int]:
     """Return whole numbers from a list, each once.
+
+    Args:
+        text: the numbers, separated by commas.
+        option: the option's name, without its dashes.
 
     Raises:
         KeepsetError: the text is no such list.

@@ -264,7 +264,12 @@ def _decoded(
 
 
 def print_table(comparison: Comparison, sentence: str) -> None:
-    """Print the records as a table, best first under each budget, and a sentence that concludes from them."""
+    """Print the records as a table, best first under each budget, and a sentence that concludes from them.
+
+    Args:
+        comparison: the records.
+        sentence: the conclusion; empty for none.
+    """
     from keepset.lab.report.compare import table
 
     full, needle = comparison.full, comparison.needle

@@ -90,7 +90,12 @@ def takes_options(command: Callable[[Any], None]) -> Callable[..., None]:
 
 
 def group(name: str, about: str) -> typer.Typer:
-    """Make a group of commands."""
+    """Make a group of commands.
+
+    Args:
+        name: the group's name.
+        about: its help.
+    """
     commands = typer.Typer(name=name, help=about, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
     commands.callback()(lambda: None)  # keeps the name where a group has a single command
     return commands

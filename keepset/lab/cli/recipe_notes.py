@@ -22,7 +22,12 @@ def say_advice(recipes: Iterable[Recipe]) -> None:
 
 
 def say_networks(model: PreTrainedModel, called: str) -> None:
-    """Note how networks are made for a model that has none."""
+    """Note how networks are made for a model that has none.
+
+    Args:
+        model: the model.
+        called: the model's name in the note.
+    """
     from keepset.defaults import has_networks, lack_of_networks
 
     if not has_networks(model.config.name_or_path or ""):
@@ -31,7 +36,13 @@ def say_networks(model: PreTrainedModel, called: str) -> None:
 
 
 def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
-    """Note that a prompt of `length` tokens is short, or that what always stays of it fills or exceeds the budget."""
+    """Note that a prompt is short, or that what always stays of it fills or exceeds the budget.
+
+    Args:
+        recipe: the recipe.
+        model: the model.
+        length: tokens of the prompt.
+    """
     if (sentence := what_stays(recipe, model, length)) is not None:
         note(sentence)
 

@@ -30,10 +30,14 @@ DRIFT_TOKENS = 256
 
 
 def feed_slices(tokens: int, every: int | None) -> list[slice]:
-    """Return the parts in which `tokens` after the prompt can be fed with the same result as token by token.
+    """Return the parts in which a text can be fed with the same result as token by token.
 
     A part ends at each event and one token before it, where a cache is largest. No part is longer than the step by
-    which a store grows, so a cache allocates as for single tokens. `every` is None if there are no events.
+    which a store grows, so a cache allocates as for single tokens.
+
+    Args:
+        tokens: tokens of the text after the prompt.
+        every: tokens between two events; None if there are none.
     """
     every = every or tokens
     ends = {

@@ -120,7 +120,13 @@ def make_text_task(
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
-    """Raise `KeepsetError` if a prompt and the tokens after it exceed the model's context, if that is known."""
+    """Refuse a prompt that does not fit the model's context, together with the tokens after it.
+
+    Args:
+        tokens: tokens of the prompt.
+        after: tokens after it.
+        longest: tokens of the model's context; None if unknown.
+    """
     if longest is not None and tokens + after > longest:
         raise KeepsetError(
             f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "

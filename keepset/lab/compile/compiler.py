@@ -318,6 +318,10 @@ def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
 
     Bins of entropy have equal width in nats; bins of perplexity have equal width of its logarithm. The paper gives the
     number of bins but not their edges.
+
+    Args:
+        tables: tables without bins.
+        risks: entropy and perplexity of each context.
     """
     entropy = _edges(risks[:, 0], ENTROPY_BINS)
     perplexity = _edges(risks[:, 1].log(), PERPLEXITY_BINS).exp()
@@ -325,13 +329,23 @@ def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
 
 
 def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
-    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity."""
+    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity.
+
+    Args:
+        tables: tables with bins.
+        risks: entropy and perplexity of each context.
+    """
     of_entropy, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
     return of_entropy * PERPLEXITY_BINS + of_perplexity
 
 
 def stratified(bins: Sequence[int], count: int) -> list[int]:
-    """Return the rising indices of `count` contexts: one of every bin, then a second of each, and so on."""
+    """Return the rising indices of some contexts: one of every bin, then a second of each, and so on.
+
+    Args:
+        bins: the bin of each context.
+        count: how many contexts to take.
+    """
     rounds: dict[int, int] = {}
     turns = []
     for index, bin_ in enumerate(bins):

@@ -25,13 +25,22 @@ def passage_hashes(text: str) -> tuple[str, ...]:
 
 
 def is_contaminated(tables: Tables, text: str) -> bool:
-    """Return whether a text shares a passage with a context from which tables were compiled."""
+    """Return whether a text shares a passage with a context from which tables were compiled.
+
+    Args:
+        tables: the tables, whose provenance has the marks of the contexts.
+        text: the text.
+    """
     compiled = {mark for context in tables.provenance.get("marks", ()) for mark in context}
     return not compiled.isdisjoint(passage_hashes(text))
 
 
 def refuse_contaminated(recipe: Recipe, text: str) -> None:
     """Refuse to evaluate a recipe on a text from which its tables were compiled.
+
+    Args:
+        recipe: the recipe; only steps with tables count.
+        text: the text.
 
     Raises:
         KeepsetError: the tables were compiled from the text, or from one that shares a passage with it.

@@ -206,6 +206,10 @@ class Entry:
 def grid_of(sweep: Sweep, options: PaperOptions) -> SweepGrid:
     """Return the tasks and recipes of a paper's sweep, with the user's replacements.
 
+    Args:
+        sweep: the paper's sweep.
+        options: the user's replacements.
+
     Raises:
         KeepsetError: if a task is unknown or an option out of range.
     """
@@ -238,7 +242,9 @@ def count_idle(grid: SweepGrid) -> dict[str, int]:
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
     """Return the recipe of a text that may name files of the model in braces, such as `triattention(stats={stats})`.
 
-    A missing file becomes an empty path, which means the model's own file.
+    Args:
+        text: the text.
+        files: the files by name. A missing one becomes an empty path, which means the model's own file.
     """
     named = defaultdict(lambda: "''", {name: repr(str(path)) for name, path in files.items()})
     return Recipe.parse(text.format_map(named))

@@ -22,7 +22,12 @@ def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path])
     """Return the figures of a sweep: for every task, method, budget and metric, then for all tasks together.
 
     An example on which a recipe failed counts as not answered in a score, and is left out of a cost. Each value of the
-    facts `sweep.by` also gets figures, if examples have the fact. `files` are the model's; see `recipe_of`.
+    facts `sweep.by` also gets figures, if examples have the fact.
+
+    Args:
+        sweep: the paper's sweep.
+        cells: its records.
+        files: the model's files; see `recipe_of`.
     """
     lines, rows = sweep.lines(files), list[MeasuredFigure]()
     if sweep.solved_by:
@@ -88,7 +93,12 @@ def _differences(sweep: Sweep, rows: Sequence[MeasuredFigure]) -> Iterator[Measu
 def averages_over_models(
     published: Mapping[FigureKey, float], models: Sequence[Sequence[MeasuredFigure]]
 ) -> list[MeasuredFigure]:
-    """Return the mean over models, and over the modes of a task, for each of the paper's; None if a model lacks one."""
+    """Return the mean over models, and over the modes of a task, for each of a paper's means.
+
+    Args:
+        published: the paper's means.
+        models: the figures of each model; a mean is None if a model lacks one.
+    """
     rows = []
     for key in published:
         by_model = [

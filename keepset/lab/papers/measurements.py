@@ -25,7 +25,14 @@ _CHARACTERS = 8
 def hidden_states(
     model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions, *, length: int
 ) -> list[MeasuredFigure]:
-    """Measure how near each channel of the hidden states is to a normal distribution along texts of `length` tokens."""
+    """Measure how near each channel of the hidden states is to a normal distribution along texts.
+
+    Args:
+        model: the model.
+        tokenizer: the model's tokenizer.
+        options: the user's replacements.
+        length: tokens of a text.
+    """
     skip = GVote().skip
     texts = [hidden_gaussianity(model, ids.to(model.device), skip) for ids in _essays(tokenizer, options, length)]
     return _by_layer(texts, "hidden states")
@@ -34,7 +41,14 @@ def hidden_states(
 def synthetic_queries(
     model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions, *, length: int
 ) -> list[MeasuredFigure]:
-    """Measure how one synthesized query agrees with that of the last, masked token of texts of `length` tokens."""
+    """Measure how one synthesized query agrees with that of the last, masked token of texts.
+
+    Args:
+        model: the model.
+        tokenizer: the model's tokenizer.
+        options: the user's replacements.
+        length: tokens of a text.
+    """
     method = GVote(samples=1, seed=options.seed)
     texts = [next_query(model, method, ids.to(model.device)) for ids in _essays(tokenizer, options, length)]
     return _by_layer(texts, "GVote")
@@ -123,7 +137,12 @@ def _paper_units(timing: Timing) -> dict[str, float | None]:
 
 
 def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions) -> list[MeasuredFigure]:
-    """Return the mean weight of a table's heads, and the share of heads below 1, layer by layer."""
+    """Return the mean weight of a table's heads, and the share of heads below 1, layer by layer.
+
+    Args:
+        model, tokenizer: not used.
+        options: names the file of tables.
+    """
     tables, rows = _tables(options), []
     for name, of_head in (("weight", tables.weights), ("heads below 1", (tables.weights < 1).float())):
         for layer, of_layer in enumerate(of_head.mean(2).T.tolist(), 1):
@@ -132,7 +151,12 @@ def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOpt
 
 
 def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions) -> list[MeasuredFigure]:
-    """Return a table's mean threshold over all layers, for each bin of either risk."""
+    """Return a table's mean threshold over all layers, for each bin of either risk.
+
+    Args:
+        model, tokenizer: not used.
+        options: names the file of tables.
+    """
     tables, rows = _tables(options), []
     of_bin = tables.gate.mean(1)
     for risk, means in (("perplexity", of_bin.mean(1)), ("entropy", of_bin.mean(2))):

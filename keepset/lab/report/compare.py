@@ -106,7 +106,13 @@ _COLUMNS = [
 
 
 def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str = "") -> str:
-    """Return the page of a comparison, which opens with a conclusion and shades `tokens` (see `token_texts`)."""
+    """Return the page of a comparison.
+
+    Args:
+        comparison: the records.
+        tokens: the text of each token, which the page shades; see `token_texts`.
+        conclusion: the sentence with which the page opens.
+    """
     rows, full, needle = comparison.rows, comparison.full, comparison.needle
     ran = [record for record in rows if record.error is None]
     shown = [record for group in by_budget(comparison) for record in group if record.figures["keep"] < 1]

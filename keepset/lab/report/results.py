@@ -31,7 +31,12 @@ _PEAKS_NOTE = "Peaks are the device's, with weights and all answers that were de
 
 
 def interval(figure: Figure, sign: str = "") -> str:
-    """Return a figure in percent with its interval."""
+    """Return a figure in percent with its interval.
+
+    Args:
+        figure: the figure, a fraction.
+        sign: `+` to show the sign of positive numbers.
+    """
     # A value that rounds to zero is shown without a sign.
     return with_interval(figure.value, figure.low, figure.high, lambda end: f"{round(100 * end, 1) + 0.0:{sign}.1f}")
 
@@ -161,7 +166,13 @@ def terminal_tables(summary: Summary) -> list[tuple[Table, str]]:
 
 
 def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> str:
-    """Return the page of a model's sweep; `configuration` has the settings that all records share, by plain names."""
+    """Return the page of a sweep.
+
+    Args:
+        model: the model's name.
+        configuration: the settings that all records share, by plain names.
+        summary: the figures.
+    """
     # Averages over groups of tasks come first.
     rows = [*summary.averages, *summary.rows]
     methods = [method for method in dict.fromkeys(row.method for row in rows) if method != FULL]

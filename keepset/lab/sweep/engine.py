@@ -264,7 +264,12 @@ class _Cell:
                 self.fail(error)
 
     def end(self, answered: Sequence[Record] | None, peak_bytes: int | None) -> None:
-        """Make the cell of a record for each question; None if memory was not enough."""
+        """Make the cell of its questions' records.
+
+        Args:
+            answered: a record for each question; None if memory was not enough.
+            peak_bytes: the most bytes that the device had allocated; None if unknown.
+        """
         if answered is None:
             self.result = Skipped(self.record.task, self.record.recipe, "memory was not enough")
         elif self.record.error is not None:

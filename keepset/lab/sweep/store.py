@@ -146,7 +146,12 @@ class Store:
             )
 
     def examples(self, task: str, seed: int) -> list[str] | None:
-        """Return the ids of a task's examples under a seed; None if they were never made."""
+        """Return the ids of a task's examples; None if they were never made.
+
+        Args:
+            task: the task's name.
+            seed: the seed.
+        """
         return self._examples[task, seed][1] if (task, seed) in self._examples else None
 
     def done(self) -> set[Key]:

@@ -31,7 +31,12 @@ _LONG = 1024
 
 
 def knows(name: str, settings: TaskSettings) -> bool:
-    """Return whether the name is a task, group or tag of the harness, or a YAML file."""
+    """Return whether the name is a task, group or tag of the harness, or a YAML file.
+
+    Args:
+        name: the name.
+        settings: the settings, which may name a user's folder.
+    """
     return _is_file(name) or name in _manager(settings.data).task_index
 
 
@@ -40,7 +45,11 @@ def make(name: str, settings: TaskSettings) -> list[HarnessTask]:
 
     A task takes its items from `<name>.jsonl` if the folder `settings.data` has that file. The few-shot examples then
     come from `<name>.<split>.jsonl`, with the name of the split that the task takes them from. Without that file they
-    come from the other items. Raise `KeepsetError` if data cannot be loaded, or a task cannot be compared by item.
+    come from the other items.
+
+    Args:
+        name: the name.
+        settings: the settings, which may name a user's folder.
     """
     # A file is a task by itself, and the harness takes seconds to read its thousands of tasks.
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
@@ -85,13 +94,11 @@ class HarnessTask(Task):
         return _made, (self.name, *self._source, self.generation)
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """Return the items in the order of the data, whatever the seed."""
         self._task.set_fewshot_seed(_SEED)
         with loading(self.name), _prepared():
             return [self._example(*item) for item in itertools.islice(self._task.doc_iterator(), limit)]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """Return all metrics that are means over items, by every filter of the task: `exact_match,strict-match`."""
         replies = [reply] if isinstance(reply, str) else reply
         instances = [Instance("", question.target, (), index, resps=[answer]) for index, answer in enumerate(replies)]
         figures: dict[str, float] = {}

@@ -121,6 +121,10 @@ class Playground:
     def run(self, request: RunRequest, send: SendUpdate) -> None:
         """Send the messages of a run: the text's tokens, each layer's choice, two answers, figures.
 
+        Args:
+            request: what the page asks for.
+            send: sends one message to the page.
+
         Raises:
             KeepsetError: the text is too long, the image is invalid, or the recipe cannot be used.
         """
