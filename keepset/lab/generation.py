@@ -164,7 +164,6 @@ def step(model: PreTrainedModel, answers: Sequence[Answer]) -> None:
 
 
 def _feed(model: PreTrainedModel, answers: Sequence[Answer]) -> None:
-    """Feed the newest token of every answer to the model."""
     tokens = torch.tensor([[answer.ids[-1]] for answer in answers], dtype=torch.long, device=model.device)
     errors: dict[int, Exception] = {}
     try:

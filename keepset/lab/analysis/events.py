@@ -216,5 +216,4 @@ class EventFigures:
 
 
 def _with_depths(name: str, values: Tensor) -> dict[str, float]:
-    """Return the mean of a figure over all layers, and over the layers of each stage."""
     return {name: float(values.mean()), **{f"{name}_{stage}": value for stage, value in by_depth(values).items()}}

@@ -202,7 +202,13 @@ def _known(baseline: str, records: Sequence[Record]) -> str:
 
 
 def _against(recipes: Mapping[str, Records], recipe: str, baseline: str) -> Records | None:
-    """Return the baseline's records for a recipe; None if they would be its own, or there are none."""
+    """Return the baseline's records for a recipe; None if they would be its own, or there are none.
+
+    Args:
+        recipes: the records of all recipes.
+        recipe: the recipe.
+        baseline: a recipe, or a method, whose recipe with the same budget is taken.
+    """
     if baseline in recipes:
         return recipes[baseline] if recipe != baseline else None
     requested = next(iter(recipes[recipe].values())).requested

@@ -126,7 +126,6 @@ def _gated(model: PreTrainedModel) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute causal attention; for gated heads mixed with attention over sinks and recent tokens."""
     group, n = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     at = torch.arange(n, device=query.device)
@@ -152,7 +151,6 @@ def _masked(
     softmax: Softmax,
     mask: Bool[Tensor, "n n"],
 ) -> Float[Tensor, "batch heads n value_dim"]:
-    """Return attention under a mask."""
     if softmax.plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax.scaling)
     return softmax_attention(query, key, value, softmax, mask[None, None])[0].transpose(1, 2)

@@ -30,6 +30,9 @@ def given_text(name: str, text: Text) -> Text:
     Args:
         name: the text's name in errors.
         text: what the user has written.
+
+    Raises:
+        KeepsetError: it is blank or not UTF-8.
     """
     if text is None:
         return text

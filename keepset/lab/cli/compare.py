@@ -206,7 +206,6 @@ def _needle(options: CompareOptions) -> Needle | None:
 def _task(
     options: CompareOptions, model: Any, tokenizer: Any, text: str, needle: Needle | None, images: Sequence[Any]
 ) -> TextTask:
-    """Return the text's tokens, and what is asked about it."""
     from keepset.lab.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
 
     longest = context_length(model)
@@ -227,7 +226,6 @@ def _task(
 def _prefilled(
     model: Any, tokenizer: Any, task: TextTask, name: str, candidates: Sequence[Candidate], bar: Progress
 ) -> Comparer:
-    """Return the comparer of prompts, after the prefill of the full cache."""
     from keepset.lab.compare.prompt import PromptComparer
 
     layers = model.config.get_text_config().num_hidden_layers
@@ -244,8 +242,14 @@ def _decoded(
 ) -> tuple[Comparer, Tensor]:
     """Return the comparer, after the full cache has read the text, and all tokens of prompt and text.
 
-    The text is what the full cache generates, if --generate says how many tokens. The bar counts the tokens that the
-    full cache and then all recipes read.
+    The text is what the full cache generates, if --generate says how many tokens.
+
+    Args:
+        model: the model.
+        task: the prompt and its text.
+        options: the options of the command.
+        recipes: the number of recipes.
+        bar: counts the tokens that the full cache and then all recipes read.
     """
     import torch
     from transformers import DynamicCache

@@ -99,7 +99,6 @@ def build(options: BuildOptions) -> None:
 
 
 def _prompt(model: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
-    """Return what a model takes for a message up to the end of a text, with images before it."""
     if images:
         return Pictured(model, load_processor(model), images).prompt(text)
     prompt, _ = chat_parts(tokenizer, text, "")

@@ -159,7 +159,6 @@ def evaluate(options: EvalOptions) -> None:
 def _candidates(
     task: Task, options: EvalOptions, budgets: Sequence[Budget] | None, always: tuple[int, int]
 ) -> Sequence[Candidate]:
-    """Return a task's candidates: the full cache, the recipes, and baselines under the same budgets."""
     from keepset.core.budget import Budget
     from keepset.lab.candidate import candidates
     from keepset.recipe import Recipe

@@ -166,7 +166,6 @@ class _Span(NamedTuple):
 
 
 def _span(row: LatencyRow, full: LatencyRow, ratio: Callable[[LatencyRow, LatencyRow], float]) -> _Span:
-    """Return a ratio of a recipe's rounds to those of the full cache, one by one."""
     ratios = [
         ratio(recipe_round, full_round) for recipe_round, full_round in zip(row["rounds"], full["rounds"], strict=True)
     ]

@@ -127,7 +127,6 @@ def _folder(path: Path) -> Iterator[None]:
 def _run(
     entry: Entry, source: Source, options: PaperOptions, out: Path, ray: bool
 ) -> tuple[list[MeasuredFigure], bool]:
-    """Measure an entry under one model, and say whether a lack of memory or a worker has cost any figure."""
     rows: list[MeasuredFigure] = []
     lost = False
     for sweep in entry.sweeps:
@@ -145,7 +144,6 @@ def _run(
 def _sweep(
     sweep: Sweep, source: Source, options: PaperOptions, path: Path, ray: bool
 ) -> tuple[list[MeasuredFigure], bool]:
-    """Return the figures of one sweep, and whether any cell was lost."""
     from keepset.lab.papers.entry import count_idle, grid_of
     from keepset.lab.papers.figures import figures_of
 
@@ -167,8 +165,12 @@ def _sweep(
 def _result(entry: Entry, model: str, rows: Sequence[MeasuredFigure]) -> dict[str, Any]:
     """Return the measured figures beside the paper's.
 
-    The paper's are those of the same model, or else of the first model that the paper has figures of. Figures that were
-    not measured, because of other data or options, come last.
+    The paper's are those of the same model, or else of the first model that the paper has figures of.
+
+    Args:
+        entry: the table or figure.
+        model: the model that was measured.
+        rows: the measured figures. Those that were not measured, because of other data or options, come after them.
     """
     from keepset.lab.papers.entry import MeasuredFigure
 

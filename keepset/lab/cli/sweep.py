@@ -110,7 +110,6 @@ def sweep_grid(
 
 
 def _check_lengths(tasks: Iterable[Task], longest: int | None) -> None:
-    """Refuse tasks whose prompts are longer than the model's context, if it is known."""
     for task in tasks:
         if longest is not None and getattr(task, "length", 0) > longest:
             raise KeepsetError(
@@ -119,7 +118,15 @@ def _check_lengths(tasks: Iterable[Task], longest: int | None) -> None:
 
 
 def _finished(out: Path, grid: SweepGrid, source: Source, chat: bool, settings: dict[str, Any]) -> Swept | None:
-    """Return the cells if the file has all of them; refuse a file that cannot be gone on with."""
+    """Return the cells if the file has all of them; else refuse a file that cannot be gone on with.
+
+    Args:
+        out: the sweep's file.
+        grid: the cells that are asked for.
+        source: the model.
+        chat: whether prompts are chats.
+        settings: the settings that the file must have.
+    """
     from keepset.lab.sweep.store import Store, check_free
 
     if not out.exists() or not out.stat().st_size:

@@ -104,7 +104,12 @@ class Comparer(ABC):
 
     @abstractmethod
     def _measure(self, record: Record, recipe: Recipe) -> tuple[Record, Bool[Tensor, "layers kv_heads tokens"]]:
-        """Return the record with the recipe's figures, and which tokens stayed; a `KeepsetError` becomes its error."""
+        """Measure a recipe; a `KeepsetError` becomes its record's error.
+
+        Args:
+            record: the record without figures.
+            recipe: the recipe.
+        """
 
 
 _PART = 256

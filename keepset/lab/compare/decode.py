@@ -141,7 +141,6 @@ class DecodeComparer(Comparer):
         return replace(record, figures=figures, curves=curves), kept
 
     def _speed(self, cache: Any, run: _Run) -> float:
-        """Return tokens per second at the end of the text, fed one at a time."""
         _, seconds = greedy(self._model, cache, run.logits[-1].argmax()[None, None], ANSWER_TOKENS)
         return ANSWER_TOKENS / seconds
 

@@ -126,6 +126,9 @@ def check_fits(tokens: int, after: int, longest: int | None) -> None:
         tokens: tokens of the prompt.
         after: tokens after it.
         longest: tokens of the model's context; None if unknown.
+
+    Raises:
+        KeepsetError: it does not fit.
     """
     if longest is not None and tokens + after > longest:
         raise KeepsetError(
@@ -135,7 +138,6 @@ def check_fits(tokens: int, after: int, longest: int | None) -> None:
 
 
 def _prompt(tokenizer: Any, text: str, needle: Needle | None, pictured: Pictured | None) -> dict[str, Tensor]:
-    """Return a model's inputs for a text, and the images before it."""
     special = bool(text) and needle is None
     # An empty text serves to count the tokens around the text, which include the inserted sentence.
     text = f"{needle.sentence} " if needle is not None and not text else text

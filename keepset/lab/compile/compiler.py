@@ -181,6 +181,11 @@ def _shape(model: PreTrainedModel, pool: ContextPool, settings: CompileSettings)
 
     With the global mean, the utility of an entry is the same for all query heads that share its KV head, so they share
     a weight. Otherwise each query head has its own.
+
+    Args:
+        model: the model.
+        pool: contexts, of which one token is run.
+        settings: the settings, with the method.
     """
     session = PromptSession(model, pool.contexts[0].ids[None, :1].to(model.device), [Recipe.of(settings.method)])
     observations = session.prefill().observations
@@ -215,7 +220,6 @@ def _try_actions(
     deciding: int,
     stage: Stage,
 ) -> None:
-    """Try all actions of contexts that are not logged yet, and log their rewards."""
     layers, heads = tables.weights.shape[1:]
     kinds = {
         "head": (HEAD_ROWS, layers * deciding, torch.tensor(settings.weights, dtype=torch.float32)),
@@ -295,6 +299,11 @@ def _arrays(
 
     The mean over context and budget is subtracted from rewards, because it depends on no action. The rewards of a
     budget are then divided by their standard deviation.
+
+    Args:
+        rows: all trials.
+        kind: `head` or `gate`, the table.
+        settings: the settings, with the budgets.
     """
     chosen = [row for row in rows if row.kind == kind]
     actions = torch.tensor([list(row.actions) for row in chosen], dtype=torch.long)

@@ -211,7 +211,6 @@ def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> st
 
 
 def _task(task: str, summary: Summary, methods: Sequence[str]) -> list[Section]:
-    """Return the charts and tables of one task or group of tasks."""
     rows = [row for row in (*summary.averages, *summary.rows) if row.task == task]
     charts = [(name, [_chart(rows, methods, key, title)]) for name, key, title in (
         ("KV cache bytes", "share", "KV cache bytes, share of a full 16-bit cache"),
@@ -253,7 +252,6 @@ _TRADES = (
 
 
 def _chart(rows: Sequence[Row], methods: Sequence[str], axis: str, title: str) -> Section:
-    """Return a chart of scores over the kept share, a line per method, beside the full cache's score."""
     scored = [row for row in rows if row.score is not None and row.means.get(axis) is not None]
     lines = []
     for at, method in enumerate(methods):
@@ -276,7 +274,6 @@ def _chart(rows: Sequence[Row], methods: Sequence[str], axis: str, title: str) -
 
 
 def _point(row: Row, axis: str) -> plot.Point:
-    """Return the score of a row that has one."""
     assert row.score is not None
     failed = f", of which {row.failed} failed" if row.failed else ""
     hover = (

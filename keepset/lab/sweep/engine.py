@@ -147,7 +147,6 @@ class Engine:
         return PromptSession(self._model, ids, recipes, task_tokens=tasks)
 
     def _ask(self, cell: _Cell, task: Task, prompts: Sequence[tuple[Prompt, Callable[[], PromptSession]]]) -> Answers:
-        """Ask every question about an example under a cell's recipe."""
         records = list[Record]()
         try:
             for prompt, session in prompts if cell.record.error is None else ():
@@ -159,7 +158,15 @@ class Engine:
     def _ask_about(
         self, cell: _Cell, task: Task, prompt: Prompt, session: Callable[[], PromptSession], first: int
     ) -> Answers:
-        """Ask every question about a prompt; `first` is the number of its first question among the example's."""
+        """Ask every question about a prompt.
+
+        Args:
+            cell: the cell.
+            task: the task.
+            prompt: the prompt.
+            session: returns the prefill.
+            first: the number of the prompt's first question among the example's.
+        """
         recipe, records = cell.recipe, list[Record]()
         if recipe is not None and recipe.schedule.every is not None:
             cached = session().compress_alone(recipe)
@@ -177,7 +184,16 @@ class Engine:
     def _reply(
         self, blank: Record, task: Task, question: TokenizedQuestion, number: int, cached: CachedPrompt, used: Cache
     ) -> Generator[Answer, None, Record]:
-        """Ask one question on a cache that it uses up; yield the answer if it is to be decoded."""
+        """Ask one question; yield the answer if it is to be decoded.
+
+        Args:
+            blank: the cell without figures.
+            task: the task.
+            question: the question.
+            number: its number among the example's.
+            cached: the prompt, whose cache may have other forks.
+            used: its cache or a fork, which is used up.
+        """
         recompresses = used.schedule.every is not None
         decodes = task.decodes or recompresses
         memory = CacheMemory(cached.cache, cached.is_full)
@@ -229,7 +245,6 @@ class Engine:
 
     @torch.no_grad()
     def _read(self, ids: Sequence[int], cache: Cache) -> Float[Tensor, "1 vocabulary"]:
-        """Add tokens to a cache; return the logits after the last of them."""
         batch = torch.tensor([ids], dtype=torch.long, device=self._model.device)
         return self._model(batch, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
@@ -295,7 +310,6 @@ def _most_tokens(recipe: Recipe | None, prompt: Prompt, answer: int) -> int:
 
 
 def _blank(task: Task, seed: int, example: Example, candidate: Candidate) -> Record:
-    """Return a cell without figures."""
     return Record(
         task=task.name,
         seed=seed,

@@ -91,7 +91,12 @@ class Pool(Generic[AnyJob]):
         return job
 
     def _resume(self, job: AnyJob, spoiled: KeepsetError | None = None) -> Ended[AnyJob]:
-        """Advance a job to its next answer, or yield it if it has ended; `spoiled` is the error of its last answer."""
+        """Advance a job to its next answer, or yield it if it has ended.
+
+        Args:
+            job: the job.
+            spoiled: the error of its last answer, if there was one.
+        """
         peak = watch_peak(self._model.device)
         try:
             job.answer = next(job.answers) if spoiled is None else job.answers.throw(spoiled)
@@ -135,7 +140,12 @@ class Pool(Generic[AnyJob]):
             yield from self._again(again, len(called))
 
     def _again(self, jobs: list[AnyJob], parallel: int) -> Ended[AnyJob]:
-        """Restart failed jobs, of which `parallel` ran at once, later; or yield a single one without records."""
+        """Restart failed jobs later; or yield a single one without records.
+
+        Args:
+            jobs: the jobs.
+            parallel: how many answers were decoded at once when they failed.
+        """
         if parallel == 1:
             yield jobs[0], None
         else:

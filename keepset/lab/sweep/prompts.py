@@ -128,7 +128,13 @@ class PromptBuilder:
         return self._fitted(prompt, example, self._encode(self._end(question), special=False))
 
     def _tokenized(self, question: Question, text: str, special: bool = False) -> TokenizedQuestion:
-        """Tokenize a text that ends with a question. A choice's tokens are those that it adds to the stripped text."""
+        """Tokenize a text that ends with a question. A choice's tokens are those that it adds to the stripped text.
+
+        Args:
+            question: the question.
+            text: the text.
+            special: whether the tokenizer adds special tokens.
+        """
         ids = self._encode(text.rstrip() if question.choices else text, special)
         choices = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
         for choice, tokens in zip(question.choices, choices, strict=True):
@@ -140,7 +146,13 @@ class PromptBuilder:
         return question.text + self._after + question.prefix
 
     def _fitted(self, prompt: Prompt, example: Example, end: Sequence[int]) -> Prompt:
-        """Cut the middle out of a prompt's context, which `end` follows, if prompt and answer are too long."""
+        """Cut the middle out of a prompt's context, if prompt and answer are too long.
+
+        Args:
+            prompt: the prompt.
+            example: the example.
+            end: the prompt's tokens after the context.
+        """
         after = max(
             len(question.ids) + max(map(len, question.choices), default=self._answer) for question in prompt.questions
         )

@@ -78,7 +78,6 @@ class SweepGrid:
         return portions
 
     def _drawn(self, task: Task, examples: Sequence[Example], seed: int) -> Sequence[Example]:
-        """Return the sample, in the order of the examples."""
         if self.sample is None:
             return examples
         count = self.sample if isinstance(self.sample, int) else max(1, round(self.sample * len(examples)))

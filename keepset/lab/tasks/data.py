@@ -159,6 +159,9 @@ def import_extra(module: str, package: str | None = None) -> ModuleType:
     Args:
         module: the module's name.
         package: the package that has it; None for the extra `eval`.
+
+    Raises:
+        KeepsetError: it cannot be imported.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # about packages that no user of keepset asked for

@@ -50,6 +50,9 @@ def make(name: str, settings: TaskSettings) -> list[HarnessTask]:
     Args:
         name: the name.
         settings: the settings, which may name a user's folder.
+
+    Raises:
+        KeepsetError: data cannot be loaded, or a task cannot be compared by item.
     """
     # A file is a task by itself, and the harness takes seconds to read its thousands of tasks.
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
@@ -62,8 +65,8 @@ class HarnessTask(Task):
     """A task of lm-evaluation-harness (Gao and others, 2021): context, question and choices are its prompt, verbatim.
 
     The context ends with the passage that an item brings, if it is in the prompt, or else with the examples before the
-    question. The metric is the first of the task's that is a mean over items and higher when better, by its first
-    filter. Another process that the task is sent to makes it anew, from the name and settings of `source`.
+    question. Items come in the order of the data, whatever the seed. An answer has a score by every metric that is a mean
+    over items and higher when better, and by every filter: `exact_match,strict-match`. The first of them counts. Another process that the task is sent to makes it anew, from the name and settings of `source`.
     """
 
     def __init__(self, name: str, task: Any, source: tuple[str, TaskSettings]) -> None:
@@ -157,7 +160,13 @@ def _check_kind(name: str, task: Any) -> None:
 
 
 def _split(prompt: str, question: str, doc: Any) -> tuple[str, str]:
-    """Return context and question of a prompt; the question begins with the white space between the two."""
+    """Return context and question of a prompt; the question begins with the white space between the two.
+
+    Args:
+        prompt: the prompt, without the beginning of the answer.
+        question: the item's question.
+        doc: the item.
+    """
     end = start = max(prompt.rfind(question), 0) if question else 0
     # If an item has no field `question`, its input is the question.
     fields = (*_DOCUMENTS, "input") if "question" in doc else _DOCUMENTS

@@ -178,7 +178,13 @@ class Playground:
         return time.perf_counter() - start
 
     def _ask(self, question: Tensor, caches: dict[str, Any], send: SendUpdate) -> None:
-        """Send both answers alternately, token by token, so that a reader sees them side by side."""
+        """Send both answers alternately, token by token, so that a reader sees them side by side.
+
+        Args:
+            question: the question's tokens.
+            caches: the full and the compressed cache by name.
+            send: sends one message to the page.
+        """
         answers = {side: self._answer(question, cache) for side, cache in caches.items()}
         while answers:
             for side in list(answers):
@@ -207,7 +213,6 @@ class Playground:
                 return
 
     def _lines(self, request: RunRequest, recipe: Recipe) -> dict[str, str]:
-        """Return the run as a shell command and as Python code, to copy."""
         model = [] if self._called is None else ["--model", self._called]
         question = request.question.strip() or "Sum it up."
         file = "text.safetensors"
