@@ -18,10 +18,12 @@ from keepset.lab.cli.checks import (
     note_few_entries,
     offered_recipes,
     parse_budgets,
+    say_advice,
+    say_always,
+    say_networks,
 )
 from keepset.lab.cli.console import counted, explain, interruptible, load, output, progress, say, show_table, write
 from keepset.lab.cli.options import Html, Images, Json, ModelOptions, OneText, Recipes, takes_options
-from keepset.lab.cli.recipe_notes import say_advice, say_always, say_networks
 from keepset.lab.images import Pictured, read_images
 from keepset.lab.texts import NEEDLE, Needle, essay, read, token_texts
 from keepset.models import context_length, load_processor

@@ -11,7 +11,14 @@ from typer import Argument, Option
 
 from keepset.defaults import ASKED_LATER, NETWORKS
 from keepset.errors import KeepsetError
-from keepset.lab.cli.checks import check_fits_context, check_tensor_file, default_recipe, given_text, note_short
+from keepset.lab.cli.checks import (
+    check_fits_context,
+    check_tensor_file,
+    default_recipe,
+    given_text,
+    note_short,
+    say_always,
+)
 from keepset.lab.cli.console import counted, load, megabytes, note, progress, say
 from keepset.lab.cli.options import (
     Device,
@@ -25,7 +32,6 @@ from keepset.lab.cli.options import (
     group,
     takes_options,
 )
-from keepset.lab.cli.recipe_notes import say_always
 from keepset.lab.cli.streaming import Sampling, generate_streamed
 from keepset.lab.embedded import EMBEDDED, Source
 from keepset.lab.images import Pictured, read_images

@@ -7,10 +7,9 @@ from typing import Annotated
 from typer import Argument, Option
 
 from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
-from keepset.lab.cli.checks import check_fits_context, default_recipe, given_text, note_short
+from keepset.lab.cli.checks import check_fits_context, default_recipe, given_text, note_short, say_always
 from keepset.lab.cli.console import load, note, say
 from keepset.lab.cli.options import Images, ModelOptions, OutputTokens, SamplingSeed, Temperature, takes_options
-from keepset.lab.cli.recipe_notes import say_always
 from keepset.lab.cli.streaming import Sampling, generate_streamed
 from keepset.lab.images import message_inputs, read_images
 from keepset.lab.texts import read

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from keepset.errors import KeepsetError
-from keepset.lab.cli.checks import offered_recipes
+from keepset.lab.cli.checks import offered_recipes, say_networks
 from keepset.lab.cli.console import load, note, say
 from keepset.lab.cli.options import ModelOptions, takes_options
-from keepset.lab.cli.recipe_notes import say_networks
 from keepset.lab.texts import NEEDLE, essay, insert
 from keepset.models import load_processor
 

@@ -22,7 +22,7 @@ from keepset.hf.prompt_session import CachedPrompt, PromptSession
 from keepset.hf.second_pass import takes_task_tokens
 from keepset.lab.analysis.events import EventFigures, repetition_rate
 from keepset.lab.candidate import Candidate
-from keepset.lab.compile.contamination import refuse_contaminated
+from keepset.lab.compile.corpus import refuse_contaminated
 from keepset.lab.generation import Answer, StopCriterion, likelihoods, picker
 from keepset.lab.memory import CacheMemory, MemoryBudget, most_tokens
 from keepset.lab.record import Record, merged

@@ -65,8 +65,9 @@ class HarnessTask(Task):
     """A task of lm-evaluation-harness (Gao and others, 2021): context, question and choices are its prompt, verbatim.
 
     The context ends with the passage that an item brings, if it is in the prompt, or else with the examples before the
-    question. Items come in the order of the data, whatever the seed. An answer has a score by every metric that is a mean
-    over items and higher when better, and by every filter: `exact_match,strict-match`. The first of them counts. Another process that the task is sent to makes it anew, from the name and settings of `source`.
+    question. Items come in the order of the data, whatever the seed. An answer has a score by every metric that is a
+    mean over items and higher when better, and by every filter: `exact_match,strict-match`. The first of them counts.
+    Another process that the task is sent to makes it anew, from the name and settings of `source`.
     """
 
     def __init__(self, name: str, task: Any, source: tuple[str, TaskSettings]) -> None:
