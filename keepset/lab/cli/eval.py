@@ -140,8 +140,8 @@ def evaluate(options: EvalOptions) -> None:
     limit, sample = options.limit, None if options.sample is None else _sample(options.sample)
     if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
         limit = _GENERATED
-    grid = SweepGrid(chosen, numbers, candidates, limit, sample)
-    asking = Asking(options.mode, not options.no_chat, options.temperature, options.output_tokens)
+    grid = SweepGrid(chosen, numbers, candidates, limit, sample, options.output_tokens)
+    asking = Asking(options.mode, not options.no_chat, options.temperature)
 
     def foretell(cost: Cost) -> None:
         if cost.prompt_tokens + cost.answer_tokens >= _LONG:

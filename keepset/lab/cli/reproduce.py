@@ -155,7 +155,7 @@ def _sweep(
             note(f"{task}: its answers end before {recipes} of the recipes drop anything: give more --output-tokens")
 
     check_writable(path)
-    asking = Asking(sweep.mode, answer_tokens=options.answer_tokens, alone=sweep.alone)
+    asking = Asking(sweep.mode, alone=sweep.alone)
     # Recipes that need no file are worth measuring without those that need one.
     cells, lost = sweep_grid(path, grid, source, asking, ray, foretell, complete=False)
     say_lost(lost)

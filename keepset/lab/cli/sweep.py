@@ -60,15 +60,15 @@ def sweep_grid(
     Raises:
         KeepsetError: the file cannot be used, another process adds to it, or a task does not fit the model.
     """
-    if asking.answer_tokens is not None:
+    if grid.answer_tokens is not None:
         for task in grid.tasks:
-            task.generation = replace(task.generation, tokens=asking.answer_tokens)
+            task.generation = replace(task.generation, tokens=grid.answer_tokens)
     settings: dict[str, Any] = {
         "--limit": grid.limit,
         "--sample": grid.sample,
         "--mode": asking.mode,
         "--temperature": asking.temperature,
-        "--output-tokens": asking.answer_tokens,
+        "--output-tokens": grid.answer_tokens,
         **({"answers one by one": True} if asking.alone else {}),
     }
     if (finished := _finished(out, grid, source, asking.chat, settings)) is not None:

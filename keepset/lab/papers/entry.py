@@ -220,7 +220,9 @@ def grid_of(sweep: Sweep, options: PaperOptions) -> SweepGrid:
             task.generation = replace(task.generation, tokens=tokens)
     candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
     limit, sample = (sweep.limit, sweep.sample) if options.limit is None else (options.limit, None)
-    return SweepGrid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
+    return SweepGrid(
+        tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample, options.answer_tokens
+    )
 
 
 def count_idle(grid: SweepGrid) -> dict[str, int]:

@@ -26,14 +26,12 @@ class Asking:
         mode: which part of an example is compressed, and whether the questions are known by then.
         chat: whether prompts are chats, in tasks that allow it.
         temperature: 0 for greedy decoding, or 0.01 to 100.
-        answer_tokens: the most tokens of an answer; None for each task's own.
         alone: whether answers are decoded one by one, so that seconds and memory belong to a single answer.
     """
 
     mode: Mode = "prompt"
     chat: bool = True
     temperature: float = 0.0
-    answer_tokens: int | None = None
     alone: bool = False
 
 

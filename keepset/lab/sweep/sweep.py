@@ -29,6 +29,7 @@ class SweepGrid:
         limit: how many of the first examples are taken; None for all.
         sample: a random sample of the examples instead of the first ones: a share up to 1.0, or a number. The task's
             name and the seed determine it.
+        answer_tokens: the most tokens of an answer; None for each task's own.
     """
 
     tasks: Sequence[Task]
@@ -36,6 +37,7 @@ class SweepGrid:
     candidates: Mapping[str, Sequence[Candidate]]
     limit: int | None = None
     sample: int | float | None = None
+    answer_tokens: int | None = None
 
     def is_done(self, store: Store) -> bool:
         """Return whether a file has all cells of its known examples."""

@@ -33,10 +33,10 @@ _CONTEXT = "{{context}}"
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return the task; `longbench` is all sixteen.
+    """Return the tasks of a name.
 
     Args:
-        name: the name; `longbench` is all sixteen tasks.
+        name: a task, or `longbench` for all sixteen.
         settings: the settings, which may name a user's folder.
     """
     names = NAMES[:-1] if name == _GROUP else [name]

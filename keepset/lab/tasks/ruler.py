@@ -48,10 +48,10 @@ PARTS = {
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return one task for every length; `ruler` is all thirteen.
+    """Return the tasks of a name, one for every length.
 
     Args:
-        name: the name; `ruler` is all thirteen tasks.
+        name: a task, or `ruler` for all thirteen.
         settings: the settings, with the lengths of texts.
     """
     names = list(_TASKS) if name == "ruler" else [name]

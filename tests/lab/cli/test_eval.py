@@ -71,7 +71,7 @@ def test_options_reach_the_engine_and_the_file(
     options = "--mode agnostic --no-chat --temperature 0.5 --limit 2 --output-tokens 7 --seeds 3,5 --out x.jsonl"
     done = run("eval", "counting", *options.split())
     assert done.code == 0 and FULL in done.out and "streaming_llm(bytes=0.5)" in done.out  # the tables
-    assert Stub.asking == Asking("agnostic", False, 0.5, answer_tokens=7) and Stub.answer_tokens == 7
+    assert Stub.asking == Asking("agnostic", False, 0.5) and Stub.answer_tokens == 7
     assert {(each.seed, each.example) for each in stored("x.jsonl")} == {(s, e) for s in (3, 5) for e in "01"}
     with Store.open(Path("x.jsonl")) as store:
         assert store.model == "SmolLM2-135M-Instruct"

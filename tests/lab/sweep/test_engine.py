@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import keepset
 from keepset import Budget, KeepsetError, Recipe
 from keepset.lab.analysis.events import EventFigures, repetition_rate
 from keepset.lab.candidate import Candidate, candidates
+from keepset.lab.generation import Answer
 from keepset.lab.record import FULL, Record
 from keepset.lab.sweep.engine import Engine, Portion, Skipped
 from keepset.lab.sweep.prompts import Asking
@@ -362,6 +364,26 @@ def test_of_many_examples_side_by_side_cells_are_those_of_each_alone(
     assert len({cell.figures["tokens"] for cell in found.values()}) > 1
     assert max(cell.figures["batch"] for cell in found.values()) > 2
     assert all(cell.figures["batch"] == 1 for cell in expected.values())
+
+
+def test_a_cache_is_freed_with_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next one begins, though cells of an example wait for those before them."""
+    live, left = WeakSet[Answer](), list[int]()
+
+    class Noted(Answer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            left.append(len(live))
+            live.add(self)
+
+    monkeypatch.setattr("keepset.lab.sweep.engine.Answer", Noted)
+    engine = Engine(tiny("llama"), TOKENIZER, Asking(chat=False, alone=True))
+    shared = Portion(Exact(), [(0, ONE)], parsed("snapkv(window=8, keep=0.5)", "knorm(keep=0.5)"))
+    decoding = asked(DECODING[0], Exact(3, decodes=True))
+    decoding = replace(decoding, examples=decoding.examples[::2])  # of one question each
+    for portion in (shared, decoding):
+        assert all(isinstance(cell, Record) for cell in engine.answer(portion))
+    assert left == [0] * (len(shared) + len(decoding))
 
 
 def test_an_answer_may_end_at_its_first_token() -> None:
