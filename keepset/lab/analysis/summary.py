@@ -220,7 +220,13 @@ def _against(recipes: Mapping[str, Records], recipe: str, baseline: str) -> Reco
 
 
 def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Records], Mapping[str, Row]]], axis: str) -> list[Trade]:
-    """Return the curves of all methods that have two budgets or more; one budget makes no curve."""
+    """Return the curves of all methods that have two budgets or more; one budget makes no curve.
+
+    Args:
+        name: the task or group.
+        tasks: records and rows of each of its tasks, by recipe.
+        axis: the figure that curves are over.
+    """
     if any(FULL not in rows or rows[FULL].score is None for _, rows in tasks):
         return []
     budgets: dict[str, list[str]] = {}

@@ -255,7 +255,14 @@ def _shuffled(work: Sequence[Work]) -> list[Work]:
 def _head_table(
     rows: Sequence[Trial], settings: CompileSettings, layers: int, deciding: int
 ) -> tuple[Float[Tensor, "budgets layers deciding"], list[dict[str, float]]]:
-    """Learn the weight of highest value (equation 9) for each state (l, h, B)."""
+    """Learn the weight of highest value (equation 9) for each state (l, h, B).
+
+    Args:
+        rows: all trials.
+        settings: the settings.
+        layers: layers of the table.
+        deciding: heads of a layer with their own weight.
+    """
     actions, rewards, budgets = _arrays(rows, "head", settings)
     decisions = layers * deciding
     every = torch.arange(len(settings.budgets))[:, None] * decisions + torch.arange(decisions)
@@ -275,7 +282,14 @@ def _head_table(
 def _gate_table(
     rows: Sequence[Trial], settings: CompileSettings, layers: int, where: dict[str, int]
 ) -> tuple[Float[Tensor, "budgets layers 20 4"], list[dict[str, float]]]:
-    """Learn the threshold of highest value for each state (l, b_ent, b_ppl, B)."""
+    """Learn the threshold of highest value for each state (l, b_ent, b_ppl, B).
+
+    Args:
+        rows: all trials.
+        settings: the settings.
+        layers: layers of the table.
+        where: the bin of each context, by its name.
+    """
     actions, rewards, budgets = _arrays(rows, "gate", settings)
     cell = torch.tensor([where[row.context] for row in rows if row.kind == "gate"], dtype=torch.long)
     shape = len(settings.budgets), layers, ENTROPY_BINS * PERPLEXITY_BINS

@@ -107,7 +107,14 @@ class Engine:
                 yield result
 
     def _jobs(self, portion: Portion, seed: int, example: Example, prompts: PromptBuilder) -> Iterator[_Job]:
-        """Yield a job for each candidate on one example; all of them share its prefills."""
+        """Yield a job for each candidate on one example; all of them share its prefills.
+
+        Args:
+            portion: the task and the candidates.
+            seed: the example's seed.
+            example: the example.
+            prompts: makes its prompts.
+        """
         task, cells = portion.task, deque[_Cell]()
         cells.extend(_Cell(_blank(task, seed, example, c), c.recipe, cells) for c in portion.candidates)
         text = "".join([example.context, *(question.text for question in example.questions)])
@@ -303,7 +310,13 @@ class _Job(Job):
 
 
 def _most_tokens(recipe: Recipe | None, prompt: Prompt, answer: int) -> int:
-    """Return the most tokens whose entries a cache holds at any time for a prompt and answers of `answer` tokens."""
+    """Return the most tokens whose entries a cache holds at any time.
+
+    Args:
+        recipe: the recipe; None for the full cache.
+        prompt: the prompt with its questions.
+        answer: the most tokens of an answer.
+    """
     after = max(len(question.ids) for question in prompt.questions) + answer
     # During compression a prompt is in memory twice.
     return max(most_tokens(recipe, len(prompt.ids), after), 2 * len(prompt.ids))
