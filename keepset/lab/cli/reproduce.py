@@ -83,14 +83,14 @@ def reproduce(options: ReproduceOptions) -> None:
     chosen = entry_of(options.entry)
     given = {"stats": options.stats, "tables": options.tables}
     files = {name: path.resolve() for name, path in given.items() if path is not None}
-    own = PaperOptions(options.limit, options.seed, options.output_tokens, lengths, options.data, files)
+    paper_options = PaperOptions(options.limit, options.seed, options.output_tokens, lengths, options.data, files)
     results, measured, failed = [], [], False
     names = chosen.models if options.model is None else (options.model,)
     with _folder(options.out):
         for name in names:
             try:
                 source = Source(None if name == _EMBEDDED else name, options.device, options.dtype)
-                rows, lost = _run(chosen, source, own, options.out, options.ray)
+                rows, lost = _run(chosen, source, paper_options, options.out, options.ray)
             except KeepsetError as error:
                 if len(names) == 1:
                     raise

@@ -96,8 +96,8 @@ class Engine:
             The record of every cell as soon as it is complete, the candidates of an example in their order. A candidate
             that cannot run has a record with an error; one for which memory was not enough is skipped.
         """
-        prompts = PromptBuilder(self._tokenizer, portion.task, self._asking, self._longest)
-        jobs = (job for seed, example in portion.examples for job in self._jobs(portion, seed, example, prompts))
+        builder = PromptBuilder(self._tokenizer, portion.task, self._asking, self._longest)
+        jobs = (job for seed, example in portion.examples for job in self._jobs(portion, seed, example, builder))
         for job, records in Pool(self._model, self._room, jobs, self._most).run():
             cell = job.cell
             cell.end(records, job.peak_bytes)
@@ -106,39 +106,39 @@ class Engine:
                 cell.siblings.popleft()
                 yield result
 
-    def _jobs(self, portion: Portion, seed: int, example: Example, prompts: PromptBuilder) -> Iterator[_Job]:
+    def _jobs(self, portion: Portion, seed: int, example: Example, builder: PromptBuilder) -> Iterator[_Job]:
         """Yield a job for each candidate on one example; all of them share its prefills.
 
         Args:
             portion: the task and the candidates.
             seed: the example's seed.
             example: the example.
-            prompts: makes its prompts.
+            builder: makes its prompts.
         """
         task, cells = portion.task, deque[_Cell]()
         cells.extend(_Cell(_blank(task, seed, example, c), c.recipe, cells) for c in portion.candidates)
         text = "".join([example.context, *(question.text for question in example.questions)])
         for task_aware, group in groupby(list(cells), self._is_task_aware):
-            together, asked = list(group), list[Prompt]()
-            for cell in together:
+            sharing, prompts = list(group), list[Prompt]()
+            for cell in sharing:
                 cell.check(lambda recipe: refuse_contaminated(recipe, text))
             try:
-                asked = prompts.of(example, task_aware=task_aware)
+                prompts = builder.of(example, task_aware=task_aware)
             except KeepsetError as error:
-                for cell in together:
+                for cell in sharing:
                     cell.fail(error)
-            cut = max((prompt.cut for prompt in asked), default=0)
-            for cell in together:
+            cut = max((prompt.cut for prompt in prompts), default=0)
+            for cell in sharing:
                 cell.check(lambda recipe: Cache(self._model, recipe).stop_watching())
                 cell.record = replace(cell.record, facts={**example.facts, "cut": cut} if cut else example.facts)
-            recipes = [cell.recipe for cell in together if cell.recipe is not None and cell.record.error is None]
+            recipes = [cell.recipe for cell in sharing if cell.recipe is not None and cell.record.error is None]
             shared = [recipe for recipe in recipes if recipe.schedule.every is None]
-            sessions = [partial(self._session, prompt, shared) for prompt in asked]
-            if len(together) > 1:
+            sessions = [partial(self._session, prompt, shared) for prompt in prompts]
+            if len(sharing) > 1:
                 sessions = [cache(session) for session in sessions]
-            for cell in together:
-                sizes = (_most_tokens(cell.recipe, prompt, task.generation.tokens) for prompt in asked)
-                begin = partial(self._ask, cell, task, list(zip(asked, sessions, strict=True)))
+            for cell in sharing:
+                sizes = (_most_tokens(cell.recipe, prompt, task.generation.tokens) for prompt in prompts)
+                begin = partial(self._ask, cell, task, list(zip(prompts, sessions, strict=True)))
                 yield _Job(begin, max(sizes, default=0), cell=cell)
 
     def _is_task_aware(self, cell: _Cell) -> bool:
