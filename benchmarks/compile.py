@@ -19,8 +19,7 @@ from keepset.core.tables import Tables, neutral, save
 from keepset.lab import texts
 from keepset.lab.analysis import intervals
 from keepset.lab.compile.compiler import POOL, CompileSettings, compile_tables
-from keepset.lab.compile.contamination import is_contaminated
-from keepset.lab.compile.corpus import ContextPool
+from keepset.lab.compile.corpus import ContextPool, is_contaminated
 from keepset.lab.compile.judge import Judge, Verdict
 from keepset.methods.compilerkv import THRESHOLD, CompilerKV
 

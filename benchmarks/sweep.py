@@ -19,15 +19,16 @@ from keepset import Budget, Recipe, models
 from keepset.lab.candidate import candidates
 from keepset.lab.embedded import embedded_folder
 from keepset.lab.record import Record
-from keepset.lab.sweep.prompts import PromptBuilder
-from keepset.lab.sweep.runner import Runner
+from keepset.lab.sweep.engine import Engine, Portion
+from keepset.lab.sweep.prompts import Asking, PromptBuilder
 from keepset.lab.tasks.find import find
-from keepset.lab.tasks.task import Example, Generation, TaskSettings
+from keepset.lab.tasks.task import Example, Generation, Task, TaskSettings
 
 RECIPES = "snapkv,knorm,tova,expected_attention,adakv(snapkv)"
 KEEPS = (0.5, 0.25, 0.1)
 TASK = "niah_single_2"
 LEAST_TARGET, PEER_TARGET = 1.5, 0.4
+ASKING = Asking(mode="agnostic")
 
 Times = dict[str, float]
 """Seconds of wall-clock time, and of processor time."""
@@ -48,7 +49,7 @@ def main() -> int:
     [task] = find([args.task], TaskSettings(lengths=(args.tokens,)))
     examples = task.examples(tokenizer, limit=args.limit)
     recipes = [Recipe.parse(text) for text in args.recipes]
-    runner = Runner(model, tokenizer, mode="agnostic", chat=True)
+    engine = Engine(model, tokenizer, ASKING)
     todo = candidates(recipes, [Budget(keep) for keep in KEEPS])
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -63,9 +64,11 @@ def main() -> int:
         try:
             for example in examples:
                 began, cpu_began = perf_counter(), process_time()
-                cells = list(runner.run(task, example, todo, seed=0))
+                cells = [
+                    cell for cell in engine.answer(Portion(task, [(0, example)], todo)) if isinstance(cell, Record)
+                ]
                 row = {"example": example.id, "keepset": _since(began, cpu_began), **_cells(cells)}
-                row["least"] = least(model, tokenizer, example, task.generation, row["tokens"])
+                row["least"] = least(model, tokenizer, task, example, row["tokens"])
                 if peer is not None:
                     row["kvpress"] = _peer(peer, example, task.generation, args.recipes)
                 rows.append(row)
@@ -88,9 +91,9 @@ def warm_up(model: Any) -> None:
 
 
 @torch.no_grad()
-def least(model: Any, tokenizer: Any, example: Example, generation: Generation, tokens: Sequence[float]) -> Times:
+def least(model: Any, tokenizer: Any, task: Task, example: Example, tokens: Sequence[float]) -> Times:
     """Time one prefill of plain transformers, and as many answers with as many tokens; the question is not timed."""
-    [prompt] = PromptBuilder(tokenizer, mode="agnostic", chat=True, longest=None).of(example, generation.tokens)
+    [prompt] = PromptBuilder(tokenizer, task, ASKING, longest=None).of(example)
     question = torch.tensor([prompt.questions[0].ids])
     model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=model.config)

@@ -158,6 +158,11 @@ def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
 def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") -> Statistics:
     """Return statistics in which the artefact's values replace the measured ones.
 
+    Args:
+        statistics: the measured statistics.
+        artefact: what others have published for the same model.
+        name: the file's name, for the provenance.
+
     Raises:
         KeepsetError: if the artefact's model has other layers, or rotates its heads differently.
     """

@@ -67,7 +67,11 @@ def text_of(budget: Budget) -> str | None:
 def candidates(
     recipes: Sequence[Recipe], budgets: Sequence[Budget], every: int | None = None, always: tuple[int, int] = (0, 0)
 ) -> list[Candidate]:
-    """Return the full cache, then the `grid` of all recipes under all budgets."""
+    """Return the full cache, then the `grid` of all recipes under all budgets.
+
+    Args:
+        recipes, budgets, every, always: see `grid`.
+    """
     return [FULL_CACHE, *grid(recipes, budgets, every, always)]
 
 
@@ -76,8 +80,11 @@ def grid(
 ) -> list[Candidate]:
     """Return every recipe under every budget, each once.
 
-    A recipe that has a budget, or whose method needs none, comes once with its own budget. `every` and `always` apply
-    to recipes without their own; see `Candidate.of`.
+    Args:
+        recipes: the recipes. One that has a budget, or whose method needs none, comes once with its own budget.
+        budgets: the budgets of the others.
+        every: tokens between two events of recipes that do not say it; None for none.
+        always: how many of the first and of the newest tokens stay; see `Recipe.with_always`.
     """
     unique: dict[str, Candidate] = {}
     for recipe in recipes:

@@ -129,6 +129,10 @@ def name_statistics(recipe: "Recipe | None", model: str | None) -> "Recipe | Non
     """Return a recipe that names the file of the embedded model's statistics, if the recipe needs them with this model.
 
     vLLM's processes know only statistics that a recipe names.
+
+    Args:
+        recipe: the recipe; None stays None.
+        model: the model's name; None for the embedded model.
     """
     from keepset.core.features.runtime_features import ModelStatistics
 

@@ -98,34 +98,20 @@ class StopCriterion:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
-@dataclass
-class Answer:
-    """One answer.
-
-    Attributes:
-        ids: the tokens that were generated.
-        seconds: an even share of the seconds of answers that were decoded together, plus those of its own events.
-        beside: the sum over the tokens of the number of answers that were decoded at once.
-        reply: the text without its end; the likelihoods of choices.
-        finished: whether it ended by itself or at a text of `until`.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    seconds: float = 0.0
-    beside: int = 0
-    reply: Reply = ""
-    finished: bool = True
-
-
 @dataclass(eq=False)
-class Stream:
-    """An answer that is being decoded on its own cache.
+class Answer:
+    """An answer on its own cache, while it is decoded and afterwards.
 
     Attributes:
         cache: the prompt and the answer so far.
         logits: logits of the next token, which `pick` picks.
         on_token: called whenever the cache has grown.
-        over: whether the answer is complete.
+        ids: the tokens that were generated.
+        seconds: an even share of the seconds of answers that were decoded together, plus those of its own events.
+        beside: the sum over the tokens of the number of answers that were decoded at once.
+        reply: the text without its end; the likelihoods of choices.
+        finished: whether it ended by itself or at a text of `until`.
+        over: whether it is complete.
         error: the error that has stopped it; the cache is unusable then.
     """
 
@@ -134,57 +120,73 @@ class Stream:
     pick: Pick
     ending: StopCriterion
     on_token: Callable[[], None]
-    answer: Answer = field(default_factory=Answer)
+    ids: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    beside: int = 0
+    reply: Reply = ""
+    finished: bool = True
     over: bool = False
     error: Exception | None = None
 
     def say(self) -> None:
         """Pick the next token."""
-        ids = self.answer.ids
-        ids.append(int(self.pick(self.logits)))
-        if self.ending.reached(ids):
+        self.ids.append(int(self.pick(self.logits)))
+        if self.ending.reached(self.ids):
             self.over = True
-            self.answer.reply, self.answer.finished = self.ending.answer(ids)
+            self.reply, self.finished = self.ending.answer(self.ids)
 
 
 @torch.no_grad()
-def step(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
-    """Decode one more token of every answer. Their caches may differ in length."""
-    began, events = time.perf_counter(), [len(stream.cache.events) for stream in streams]
-    for stream in streams:
-        stream.say()
-    active = [stream for stream in streams if not stream.over]
+def step(model: PreTrainedModel, answers: Sequence[Answer]) -> None:
+    """Decode one more token of every answer, and note errors in the answers that they concern.
+
+    Args:
+        model: the model.
+        answers: answers that are not over. Their caches may differ in length.
+    """
+    began, events = time.perf_counter(), [len(answer.cache.events) for answer in answers]
+    for answer in answers:
+        answer.say()
+    active = [answer for answer in answers if not answer.over]
     if active:
         _feed(model, active)
-    selecting = [sum(event.seconds for event in s.cache.events[n:]) for s, n in zip(streams, events, strict=True)]
-    share = (time.perf_counter() - began - sum(selecting)) / len(streams)
-    for stream, event_seconds in zip(streams, selecting, strict=True):
-        stream.answer.seconds += share + event_seconds
-        stream.answer.beside += len(streams)
-    for stream in active:
-        if stream.error is None:
-            stream.on_token()
+    selecting = [
+        sum(event.seconds for event in answer.cache.events[before:])
+        for answer, before in zip(answers, events, strict=True)
+    ]
+    share = (time.perf_counter() - began - sum(selecting)) / len(answers)
+    for answer, event_seconds in zip(answers, selecting, strict=True):
+        answer.seconds += share + event_seconds
+        answer.beside += len(answers)
+    for answer in active:
+        if answer.error is None:
+            answer.on_token()
 
 
-def _feed(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
-    """Feed the newest token of every answer to the model."""
-    tokens = torch.tensor([[stream.answer.ids[-1]] for stream in streams], dtype=torch.long, device=model.device)
+def _feed(model: PreTrainedModel, answers: Sequence[Answer]) -> None:
+    tokens = torch.tensor([[answer.ids[-1]] for answer in answers], dtype=torch.long, device=model.device)
     errors: dict[int, Exception] = {}
     try:
-        if len(streams) == 1:
-            logits = model(tokens, past_key_values=streams[0].cache, use_cache=True).logits[:, -1]
+        if len(answers) == 1:
+            logits = model(tokens, past_key_values=answers[0].cache, use_cache=True).logits[:, -1]
         else:
-            logits, errors = go_together(model, [stream.cache for stream in streams], tokens)
+            logits, errors = go_together(model, [answer.cache for answer in answers], tokens)
     except Exception as error:
-        logits, errors = None, dict.fromkeys(range(len(streams)), error)
-    for row, stream in enumerate(streams):
-        stream.error = errors.get(row)
-        if stream.error is None:
-            stream.logits = logits[row : row + 1]
+        logits, errors = None, dict.fromkeys(range(len(answers)), error)
+    for row, answer in enumerate(answers):
+        answer.error = errors.get(row)
+        if answer.error is None:
+            answer.logits = logits[row : row + 1]
 
 
 def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
-    """Return a function that picks the most likely token, or draws one with the temperature and the seeds `draw`."""
+    """Return a function that picks the next token by its logits.
+
+    Args:
+        temperature: 0 for the most likely token; else it is drawn.
+        device: the device of the logits.
+        draw: what the draw is for; equal ones draw alike.
+    """
     if not temperature:
         return lambda logits: logits.argmax(-1, keepdim=True)
     seed = int.from_bytes(hashlib.sha256(repr(draw).encode()).digest()[:7], "big")

@@ -45,6 +45,10 @@ def decode_image(content: bytes, name: str) -> "Image":
 
     Its size is checked before it is decoded.
 
+    Args:
+        content: the bytes of the file.
+        name: the file's name in errors.
+
     Raises:
         KeepsetError: it is too large or no image, or Pillow is not installed.
     """
@@ -74,6 +78,12 @@ def decode_image(content: bytes, name: str) -> "Image":
 def image_chat_parts(processor: Any, images: int, text: str, question: str) -> tuple[str, str]:
     """Make a user's message of images, a text and a question, and cut it before the question, as `chat_parts` does.
 
+    Args:
+        processor: the model's processor.
+        images: the number of images.
+        text: the text after them.
+        question: the question after the text.
+
     Raises:
         KeepsetError: the chat template cannot be cut, or the words hold the token that stands for an image.
     """
@@ -101,6 +111,13 @@ def message_inputs(
 ) -> Any:
     """Return a model's inputs for a user's message, on its device; images have its precision.
 
+    Args:
+        model: the model.
+        tokenizer: the model's tokenizer.
+        text: a text before the question; empty for none.
+        question: the question.
+        images: images before the text.
+
     Raises:
         KeepsetError: the model takes no images, or its processor refuses these.
     """
@@ -120,7 +137,11 @@ class Pictured:
     images: Sequence["Image"]
 
     def prompt(self, text: str, chat: bool = True) -> dict[str, "Tensor"]:
-        """Return the model's inputs for images and a text: plain, or as the part of a chat message before a question.
+        """Return the model's inputs for images and a text.
+
+        Args:
+            text: the text after the images.
+            chat: whether it is the part of a chat message before a question; else it is plain.
 
         Raises:
             KeepsetError: the processor refuses them.
@@ -135,6 +156,10 @@ def image_grids(model: "transformers.PreTrainedModel", inputs: Mapping[str, "Ten
     """Return the first token of each image of a prompt, and the rows and columns of patches of its tokens.
 
     Images whose tokens are not one grid, such as those that a model cuts into tiles, are left out.
+
+    Args:
+        model: the model.
+        inputs: the model's inputs for the prompt.
     """
     from keepset.core.budget import runs
     from keepset.hf.hooks import image_token_ids  # imported here because it loads torch
@@ -166,6 +191,12 @@ def encoded(
     model: "transformers.PreTrainedModel", processor: Any, prompt: str, images: Sequence["Image"]
 ) -> "transformers.BatchFeature":
     """Return a model's inputs for a prompt of `image_chat_parts`, on its device and in its precision.
+
+    Args:
+        model: the model.
+        processor: the model's processor.
+        prompt: the prompt.
+        images: its images.
 
     Raises:
         UnsupportedModelError: the processor refuses them.

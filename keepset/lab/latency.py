@@ -79,6 +79,13 @@ def latency(
     """Yield all timings so far after each generation: prompt by prompt, the full cache and every recipe in turns.
 
     A recipe that cannot run gets an error and is left out from then on. A short round before the others is not counted.
+
+    Args:
+        model: the model.
+        prompts: the prompts.
+        recipes: the recipes; the full cache comes before them.
+        output_tokens: tokens to generate.
+        rounds: generations of each cache after each prompt.
     """
     timings: list[Timing] = []
     for prompt in prompts:

@@ -115,7 +115,6 @@ class KeepsetLM(HFLM):
         return [answers[index] for index in range(len(requests))]
 
     def _score(self, context: tuple[int, ...], continuations: Sequence[Sequence[int]]) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of every continuation, and whether greedy decoding would generate it."""
         cache = self._cache()
         prompt = torch.tensor([context], dtype=torch.long, device=self.device)
         first = self.model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]

@@ -58,7 +58,10 @@ class CacheMemory:
 def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
     """Return the most entries that a cache holds at any time, in tokens, averaged over its heads.
 
-    The full cache (None), and a recipe without a number of entries, hold all tokens of the prompt and `after` it.
+    Args:
+        recipe: the recipe; without a number of entries it holds all tokens, as the full cache (None) does.
+        prompt: tokens of the prompt.
+        after: tokens after it.
     """
     total = prompt + after
     if recipe is None or not recipe.budget.is_given:

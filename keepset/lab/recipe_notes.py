@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 
 def what_stays(recipe: Recipe, model: PreTrainedModel, length: int) -> str | None:
-    """Return that a prompt of `length` tokens is short, or that what always stays of it fills or exceeds the budget.
+    """Return that a prompt is short, or that what always stays of it fills or exceeds the budget.
+
+    Args:
+        recipe: the recipe.
+        model: the model.
+        length: tokens of the prompt.
 
     Returns:
         A sentence; None if the budget decides.

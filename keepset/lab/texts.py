@@ -35,7 +35,12 @@ class Needle:
 
 
 def secret_number(city: str, number: str) -> Needle:
-    """Return a fact that no text contains by itself."""
+    """Return a fact that no text contains by itself.
+
+    Args:
+        city: the city.
+        number: its number.
+    """
     return Needle(f"The secret number of {city} is {number}.", f"What is the secret number of {city}?", number)
 
 
@@ -108,7 +113,12 @@ def read_standard_input(name: str) -> str:
 
 
 def insert(text: str, needle: Needle, depth: float) -> str:
-    """Insert a needle's sentence between two sentences of a text, at the depth `depth` from 0 to 1.
+    """Insert a needle's sentence between two sentences of a text.
+
+    Args:
+        text: the text.
+        needle: the needle.
+        depth: where, from 0 for the beginning to 1 for the end.
 
     Raises:
         KeepsetError: the depth is out of range.
@@ -127,6 +137,11 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
 
     The context can be compressed before the question is known. Encode both parts with `add_special_tokens=False`: they
     hold every special token. Without a chat template the message is a plain "Question: ... Answer:" prompt.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: the text, which comes first.
+        question: the question.
 
     Raises:
         KeepsetError: the chat template cannot be cut.
@@ -164,6 +179,10 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
     """Return the part of the text that each token adds.
 
     If several tokens hold the bytes of one character, the first token gets it and the others get None.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        ids: the text's tokens.
     """
 
     def decode(begin: int, end: int) -> str:
@@ -182,7 +201,13 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
 
 
 def encode(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, special: bool = False) -> list[int]:
-    """Return a text's tokens, with those that the tokenizer adds if `special`; it does not warn of long texts."""
+    """Return a text's tokens, without a warning that the text is long.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: the text.
+        special: whether the tokens that the tokenizer adds are among them.
+    """
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 

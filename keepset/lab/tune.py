@@ -41,9 +41,13 @@ class TextPiece:
 
 
 def cut(tokenizer: Tokenizer, texts: Sequence[str], *, longest: int | None, seed: int) -> list[TextPiece]:
-    """Return `PIECES` pieces of texts with the least overlap; the seed determines their order.
+    """Return `PIECES` pieces of texts with the least overlap.
 
-    `longest` is the number of tokens of the model's context; None if unknown.
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: the texts.
+        longest: tokens of the model's context; None if unknown.
+        seed: the seed of their order.
 
     Raises:
         KeepsetError: the texts or the context are too short.
@@ -97,7 +101,12 @@ class Measurer:
         warm_up(model, self._pieces[0].prompt)
 
     def __call__(self, number: int, recipes: Sequence[Recipe]) -> Iterator[Record]:
-        """Measure recipes on the piece with this number, and yield a record for each."""
+        """Measure recipes on one piece, and yield a record for each.
+
+        Args:
+            number: the number of the piece.
+            recipes: the recipes.
+        """
         piece = self._pieces[number]
         session = PromptSession(self._model, piece.prompt, recipes)
         full = session.compress(None)
@@ -115,7 +124,6 @@ class Measurer:
                 yield replace(record, error=str(error))
 
     def _check_share(self, recipe: Recipe, entries: float, nbytes: float, piece: TextPiece) -> None:
-        """Refuse a recipe that chooses its own number of entries and keeps more than the budget."""
         keep, of, kept, most = self._budget.keep, "the bytes", nbytes, self._budget.bytes
         if keep is not None:
             of, kept, most = "the entries", entries, min(1.0, keep / piece.prompt.shape[1])

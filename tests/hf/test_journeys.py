@@ -9,7 +9,8 @@ import torch
 
 import keepset
 from keepset.lab.candidate import candidates
-from keepset.lab.sweep.runner import Runner
+from keepset.lab.sweep.engine import Engine, Portion, Skipped
+from keepset.lab.sweep.prompts import Asking
 from keepset.lab.tasks.task import Example, Question
 from tests import tiers
 from tests.calls import called
@@ -39,14 +40,15 @@ def test_few_calls_in_few_files() -> None:
 def test_an_example_is_evaluated_in_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the full cache and one recipe, after another example: what starts a command and reports is apart."""
     monkeypatch.delitem(sys.modules, "peft", raising=False)  # with it, adapters are looked for, too
-    runner = Runner(tiny("llama"), letters(), mode="prompt", chat=False)
-    tried = candidates([keepset.Recipe.parse("snapkv(window=8, bytes=0.5)")], [])
+    engine = Engine(tiny("llama"), letters(), Asking(chat=False))
+    asked = candidates([keepset.Recipe.parse("snapkv(window=8, bytes=0.5)")], [])
 
     def cells(name: str) -> list[str | None]:
         example = Example(
             name, f"All that is known of {name} is said here, and no more.", (Question(" Who?", "x"),), {}
         )
-        return [cell.error for cell in runner.run(Exact(), example, tried, seed=0)]
+        cells = list(engine.answer(Portion(Exact(), [(0, example)], asked)))
+        return [cell.reason if isinstance(cell, Skipped) else cell.error for cell in cells]
 
     assert cells("cats") == [None, None]
     example = called(lambda: cells("dogs"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.hf.cache import Cache
-from keepset.lab.generation import Answer, StopCriterion, Stream, picker, step
+from keepset.lab.generation import Answer, StopCriterion, picker, step
 from keepset.lab.tasks.task import Generation
 from tests.hf.models import prompt, tiny
 from tests.lab.sweep.asked import letters, scripted, watched
@@ -21,23 +21,23 @@ TOKENIZER = letters()
 END = "<eos>"
 
 
-def decoded(model: Any, streams: list[Stream]) -> list[Answer]:
+def decoded(model: Any, answers: list[Answer]) -> list[Answer]:
     """All answers, to their ends."""
-    going = streams
+    going = answers
     while going:
         step(model, going)
-        assert all(stream.error is None for stream in going)
-        going = [stream for stream in going if not stream.over]
-    return [stream.answer for stream in streams]
+        assert all(answer.error is None for answer in going)
+        going = [answer for answer in going if not answer.over]
+    return answers
 
 
-def stream(model: Any, recipe: str, ids: torch.Tensor, ending: StopCriterion, *draw: object, **options: Any) -> Stream:
+def begun(model: Any, recipe: str, ids: torch.Tensor, ending: StopCriterion, *draw: object, **options: Any) -> Answer:
     """An answer that begins after a prefill; drawn if it is said for what."""
     cache = Cache(model, recipe)
     with torch.no_grad():
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
     pick = picker(1.5 if draw else 0.0, torch.device("cpu"), *draw)
-    return Stream(cache, logits, pick, ending, **{"on_token": lambda: None, **options})
+    return Answer(cache, logits, pick, ending, **{"on_token": lambda: None, **options})
 
 
 def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
@@ -46,7 +46,7 @@ def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     with scripted(model, tokens, ids.shape[1]) as calls, torch.no_grad():
         ending = StopCriterion(model, TOKENIZER, generation)
-        [answer] = decoded(model, [stream(model, "streaming_llm(keep=1.0)", ids, ending)])
+        [answer] = decoded(model, [begun(model, "streaming_llm(keep=1.0)", ids, ending)])
     assert answer.ids == tokens[: len(answer.ids)] and isinstance(answer.reply, str)
     return answer.reply, answer.finished, len(answer.ids), len(calls) - 1
 
@@ -87,16 +87,16 @@ def test_answers_of_a_batch_are_those_of_each_alone() -> None:
     recipes = ["streaming_llm(keep=1.0)", "snapkv(window=4, keep=12, every=5)", "adakv(snapkv(window=4), keep=0.3)"] * 3
     ending = StopCriterion(model, TOKENIZER, Generation(30, ("th", *"abcdefghij")))
 
-    def streams(grown: list[int]) -> list[Stream]:
+    def answers(grown: list[int]) -> list[Answer]:
         return [
-            stream(model, recipe, prompt(1, 20 + row, seed=row), ending, row, on_token=partial(grown.append, row))
+            begun(model, recipe, prompt(1, 20 + row, seed=row), ending, row, on_token=partial(grown.append, row))
             for row, recipe in enumerate(recipes)
         ]
 
-    alone = [decoded(model, [one])[0] for one in streams([])]
+    alone = [decoded(model, [one])[0] for one in answers([])]
     grown: list[int] = []
-    waiting, began = streams(grown), time.perf_counter()
-    going, answers = waiting[:5], [one.answer for one in waiting]
+    waiting, began = answers(grown), time.perf_counter()
+    going, together = waiting[:5], list(waiting)
     del waiting[:5]
     with watched(model) as calls:
         rows = []
@@ -107,16 +107,16 @@ def test_answers_of_a_batch_are_those_of_each_alone() -> None:
             while waiting and len(going) < 5:
                 going.append(waiting.pop(0))
     taken = time.perf_counter() - began
-    assert [said.ids for said in answers] == [said.ids for said in alone]
-    assert [(said.reply, said.finished) for said in answers] == [(said.reply, said.finished) for said in alone]
+    assert [said.ids for said in together] == [said.ids for said in alone]
+    assert [(said.reply, said.finished) for said in together] == [(said.reply, said.finished) for said in alone]
     assert len({len(said.ids) for said in alone}) > 2
     # A row is fed as long as its answer goes on, and no longer.
     assert sum(row for row, _ in calls) == sum(len(said.ids) - 1 for said in alone)
     assert [grown.count(row) for row in range(9)] == [len(said.ids) - 1 for said in alone]
     assert max(row for row, _ in calls) == 5 and all(tokens == 1 for _, tokens in calls)
-    assert sum(said.beside for said in answers) == sum(row * row for row in rows)
+    assert sum(said.beside for said in together) == sum(row * row for row in rows)
     assert all(said.beside == len(said.ids) for said in alone)
-    assert 0 < sum(said.seconds for said in answers) <= taken
+    assert 0 < sum(said.seconds for said in together) <= taken
 
 
 def test_what_an_event_takes_is_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,19 +124,19 @@ def test_what_an_event_takes_is_its_own_answers(monkeypatch: pytest.MonkeyPatch)
     ending = StopCriterion(model, TOKENIZER, Generation(5))
     ending._ends = set()
     lengths: list[int] = []
-    streams = [stream(model, recipe, prompt(1, 9), ending) for recipe in ("knorm(keep=4, every=3)", "knorm(keep=4)")]
-    streams[1].on_token = lambda: lengths.append(streams[1].cache.get_seq_length())
-    before = sum(event.seconds for event in streams[0].cache.events)
-    selects = type(streams[0].cache.recipe.method).select_all
+    answers = [begun(model, recipe, prompt(1, 9), ending) for recipe in ("knorm(keep=4, every=3)", "knorm(keep=4)")]
+    answers[1].on_token = lambda: lengths.append(answers[1].cache.get_seq_length())
+    before = sum(event.seconds for event in answers[0].cache.events)
+    selects = type(answers[0].cache.recipe.method).select_all
 
     def slow(self: Any, *args: Any) -> Any:
         time.sleep(0.2)
         return selects(self, *args)
 
-    monkeypatch.setattr(type(streams[0].cache.recipe.method), "select_all", slow)
-    first, second = decoded(model, streams)
+    monkeypatch.setattr(type(answers[0].cache.recipe.method), "select_all", slow)
+    first, second = decoded(model, answers)
     assert lengths == [10, 11, 12, 13]  # it is told after every token that the cache takes
-    own = sum(event.seconds for event in streams[0].cache.events) - before
+    own = sum(event.seconds for event in answers[0].cache.events) - before
     assert own >= 0.2  # of both layers, which are chosen from together
     assert first.seconds - own == pytest.approx(second.seconds)
 

@@ -51,6 +51,10 @@ def compression(curve: Curve, tolerance: float) -> Figure | None:
     between two budgets, as the paper's figures suggest. Nothing is known beyond the smallest budget, so a result there
     means "at least".
 
+    Args:
+        curve: the method's shares and scores.
+        tolerance: the relative loss that is allowed, such as 0.1.
+
     Returns:
         The share, with a bootstrap interval over examples, if any draw differs; all budgets of an example are drawn
         together. None if the full cache scores zero.
@@ -78,7 +82,13 @@ def _losses(means: list[Float[np.ndarray, "draws points"]]) -> Float[np.ndarray,
 def _reach(
     removed: Float[np.ndarray, " points"], losses: Float[np.ndarray, "draws points"], tolerance: float
 ) -> Float[np.ndarray, " draws"]:
-    """Return the largest share removed at which the loss, linear between points, is within the tolerance."""
+    """Return the largest share that can be removed within the tolerance; the loss is linear between points.
+
+    Args:
+        removed: the share that each point removes, rising.
+        losses: the loss at each point.
+        tolerance: the largest loss that is allowed.
+    """
     before, after = losses[:, :-1], losses[:, 1:]
     within = before <= tolerance
     rise = np.where(after > before, after - before, 1.0)

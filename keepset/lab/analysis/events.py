@@ -30,6 +30,10 @@ def wipeout_rate(kept: Kept, region: int = REGION) -> Float[Tensor, "layers kv_h
 
     The paper gives the rate without a definition. In keepset, regions of `region` tokens are counted from the first
     token of the text so far, so a region that an earlier event wiped out stays wiped out. A shorter last region counts.
+
+    Args:
+        kept: whether each position of the text so far is kept.
+        region: tokens of a region.
     """
     regions = F.pad(kept, (0, -kept.shape[-1] % region)).unflatten(-1, (-1, region))
     return 1 - regions.any(-1).float().mean(-1)
@@ -82,6 +86,10 @@ def repetition_rate(ids: Int[Tensor, " tokens"], n: int = 4) -> float:
     """Return the share of a text's n-grams that have occurred in it before; 0 for a text shorter than n.
 
     Yang and Shen (AMS, Figure 4b, Table 9) give the rate without n or formula; 4 is usual for degenerate repetition.
+
+    Args:
+        ids: the text.
+        n: tokens of an n-gram.
     """
     if ids.shape[0] < n:
         return 0.0
@@ -113,6 +121,11 @@ def head_segments(method: Method, observation: Observation, budget: Budget) -> l
 
     Only the outermost method counts, because a method inside another divides a budget that it cannot know. Segments
     without entries are left out.
+
+    Args:
+        method: the outermost method.
+        observation: one layer at the event.
+        budget: the budget under which the layer was compressed.
     """
     if not hasattr(method, "segments"):
         return None
@@ -154,7 +167,13 @@ class EventFigures:
         self._length_by_mass: list[float] = []
 
     def observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
-        """Note how many segments a head of this layer has, and how long they are."""
+        """Note how many segments a head of this layer has, and how long they are.
+
+        Args:
+            observation: one layer at the event.
+            budget: the budget under which it was compressed.
+            keep_set: what stayed.
+        """
         if heads := head_segments(self._method, observation, budget):
             numbers = [len(head.ends) for head in heads]
             lengths = [len(head.mass) / number for head, number in zip(heads, numbers, strict=True)]
@@ -197,5 +216,4 @@ class EventFigures:
 
 
 def _with_depths(name: str, values: Tensor) -> dict[str, float]:
-    """Return the mean of a figure over all layers, and over the layers of each stage."""
     return {name: float(values.mean()), **{f"{name}_{stage}": value for stage, value in by_depth(values).items()}}

@@ -88,13 +88,23 @@ def of_average(parts: Sequence[Figure]) -> Figure:
 
 
 def resampled(values: Float[np.ndarray, "examples columns"], seed: int = 0) -> Float[np.ndarray, "draws columns"]:
-    """Return the means of all columns in each bootstrap sample of the examples; a row is drawn with all its columns."""
+    """Return the means of all columns in each bootstrap sample of the examples; a row is drawn with all its columns.
+
+    Args:
+        values: a row for each example, which is drawn with all its columns.
+        seed: the seed of the samples.
+    """
     # Without BLAS, whose threads slow each other down on a busy machine.
     return np.einsum("de,ec->dc", _weights(len(values), seed), values)
 
 
 def spread(draws: Float[np.ndarray, " draws"], examples: int) -> tuple[float, float]:
-    """Return the ends of a statistic's interval from its values in samples of `examples`; NaN is left out."""
+    """Return the ends of a statistic's 95 % interval.
+
+    Args:
+        draws: the statistic's value in each bootstrap sample; NaN is left out.
+        examples: how many examples a sample has.
+    """
     tail = 0.5 * math.erfc(math.sqrt(examples / (examples - 1)) * _t(examples - 1) / math.sqrt(2))
     low, high = np.nanquantile(draws, [tail, 1 - tail])
     return float(low), float(high)

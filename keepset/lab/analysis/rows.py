@@ -58,7 +58,13 @@ class Row:
 
 
 def row_of(records: Records, baseline: Records | None, examples: Collection[str]) -> Row:
-    """Return the row of a recipe's records on one task; `examples` are those of any recipe."""
+    """Return the row of a recipe on one task.
+
+    Args:
+        records: the recipe's records.
+        baseline: the baseline's records; None for no differences.
+        examples: the examples of any recipe.
+    """
     first = next(iter(records.values()))
     failures = [record for record in records.values() if record.error is not None]
     row = Row(
@@ -88,7 +94,10 @@ def row_of(records: Records, baseline: Records | None, examples: Collection[str]
 def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
     """Return the average of a recipe's rows on a group's tasks, with equal weights.
 
-    It has a score only if each of the group's `tasks` has one.
+    Args:
+        group: the group's name.
+        rows: the recipe's rows.
+        tasks: how many tasks the group has; the average has a score only if each of them has one.
     """
     scores = [task_row.score for task_row in rows if task_row.score is not None]
     row = Row(

@@ -155,6 +155,10 @@ def split(records: Sequence[Record], fact: str) -> list[Record]:
 
     Records of examples without the fact are left out.
 
+    Args:
+        records: the records.
+        fact: the name of the fact.
+
     Raises:
         KeepsetError: no example has the fact.
     """
@@ -198,7 +202,13 @@ def _known(baseline: str, records: Sequence[Record]) -> str:
 
 
 def _against(recipes: Mapping[str, Records], recipe: str, baseline: str) -> Records | None:
-    """Return the baseline's records for a recipe; None if they would be its own, or there are none."""
+    """Return the baseline's records for a recipe; None if they would be its own, or there are none.
+
+    Args:
+        recipes: the records of all recipes.
+        recipe: the recipe.
+        baseline: a recipe, or a method, whose recipe with the same budget is taken.
+    """
     if baseline in recipes:
         return recipes[baseline] if recipe != baseline else None
     requested = next(iter(recipes[recipe].values())).requested
@@ -210,7 +220,13 @@ def _against(recipes: Mapping[str, Records], recipe: str, baseline: str) -> Reco
 
 
 def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Records], Mapping[str, Row]]], axis: str) -> list[Trade]:
-    """Return the curves of all methods that have two budgets or more; one budget makes no curve."""
+    """Return the curves of all methods that have two budgets or more; one budget makes no curve.
+
+    Args:
+        name: the task or group.
+        tasks: records and rows of each of its tasks, by recipe.
+        axis: the figure that curves are over.
+    """
     if any(FULL not in rows or rows[FULL].score is None for _, rows in tasks):
         return []
     budgets: dict[str, list[str]] = {}

@@ -38,7 +38,13 @@ class Agreement:
 def agreement(
     synthetic: Float[Tensor, "*heads samples entries"], true: Float[Tensor, "*heads entries"], p_nuc: float
 ) -> Agreement:
-    """Compare attention over the same entries (Section 3.3 of the paper); a nucleus holds `p_nuc` of it."""
+    """Compare attention over the same entries (Section 3.3 of the paper).
+
+    Args:
+        synthetic: attention of the synthetic queries.
+        true: attention of the true query.
+        p_nuc: the share of the attention that a nucleus holds.
+    """
     entries = true.shape[-1]
     needed = nucleus(synthetic, p_nuc)
     chosen = top_mask(synthetic, needed)
@@ -116,7 +122,12 @@ def gaussianity(hidden: Float[Tensor, "tokens channels"]) -> Gaussianity:
 
 @torch.no_grad()
 def hidden_gaussianity(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"], skip: int) -> dict[int, Gaussianity]:
-    """Return for each layer the shape of the attention's input (the layer norm's output) after `skip` tokens.
+    """Return for each layer the shape of the attention's input, which is the layer norm's output.
+
+    Args:
+        model: the model.
+        ids: a text.
+        skip: how many of the first tokens are left out.
 
     Raises:
         KeepsetError: there are fewer than `skip` + 3 tokens.

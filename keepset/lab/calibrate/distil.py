@@ -162,7 +162,16 @@ def cut_passages(corpus: Corpus) -> list[Int[Tensor, " _"]]:
 def _sampled(
     model: PreTrainedModel, statistics: Statistics, ids: Tensor, teachers: Sequence[Method], share: float, seed: int
 ) -> Samples:
-    """Return a share of the entries of one passage; the first entries, which always stay, are left out."""
+    """Return a share of the entries of one passage; the first entries, which always stay, are left out.
+
+    Args:
+        model: the model.
+        statistics: its statistics.
+        ids: the passage.
+        teachers: the methods whose scores are learned.
+        share: the share of the entries.
+        seed: the seed of the draw.
+    """
     needs = reduce(or_, (teacher.traits.needs for teacher in teachers), Needs())
     recorder = Recorder(model, needs).prefill(ids.to(model.device)[None])
     order = torch.randperm(len(ids) - SKIP, generator=torch.Generator().manual_seed(seed))
@@ -235,7 +244,6 @@ def fit(
 
 @torch.enable_grad()
 def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], None]) -> Predictor:
-    """Fit the networks of some heads, on the samples' device; the entries are read in blocks."""
     chance, device = torch.Generator().manual_seed(seed), samples.inputs.device
     heads, entries, size = samples.inputs.shape
     centre, scale = _mean_and_spread(samples.inputs)
@@ -347,7 +355,14 @@ def _least_squares(
 
 
 def _quality(predictor: Predictor, held_out: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
-    """Return how well the networks rank held-out entries in each layer: rank correlation, and share of the choice."""
+    """Return how well networks rank held-out entries: rank correlation, and share of the choice.
+
+    Args:
+        predictor: the networks of all heads.
+        held_out: entries that they were not fitted to.
+        heads: heads of a layer.
+        layers: the layers' indices.
+    """
     row_weights = knot_weights(held_out.lengths, predictor.age.shape[1])
     knots = knot_weights(held_out.ages, predictor.age.shape[2])
     scores, slopes = predictor.outputs_of(held_out.inputs.float()).unbind(-1)
@@ -378,7 +393,14 @@ def _together(parts: Sequence[Samples]) -> Samples:
 
 
 def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], share: float) -> str:
-    """Return a text that differs whenever the samples of a passage would differ."""
+    """Return a text that differs whenever the samples of a passage would differ.
+
+    Args:
+        statistics: the statistics.
+        corpus: the passages.
+        teachers: the teachers' recipes.
+        share: the share of the entries.
+    """
     settings: Mapping[str, Any] = {
         "format": FORMAT,
         "model": statistics.provenance["model"],

@@ -41,7 +41,16 @@ def with_gates(
     steps: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> Statistics:
-    """Train gates, and return the statistics with them."""
+    """Train gates, and return the statistics with them.
+
+    Args:
+        statistics: the statistics, of the layers to train.
+        model: the model.
+        tokenizer: the model's tokenizer.
+        corpus: passages, between which passkeys are hidden.
+        steps: how many steps to train, one text each.
+        on_step: called after each step.
+    """
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or LENGTH
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
     heads = {index: len(layer.direction) for index, layer in statistics.layers.items()}
@@ -56,7 +65,13 @@ def retrieval_gates(
     kv_heads: Mapping[int, int],
     on_step: Callable[[], None] = lambda: None,
 ) -> dict[int, Float[Tensor, " kv_heads"]]:
-    """Train gates from 0 to 1, one step for each text; return them by layer index. The model does not change.
+    """Train gates from 0 to 1, and return them by layer index. The model does not change.
+
+    Args:
+        model: the model.
+        texts: a text for each step.
+        kv_heads: the number of KV heads of each layer to train.
+        on_step: called after each step.
 
     Raises:
         UnsupportedModelError: hidden states are not finite.
@@ -111,7 +126,6 @@ def _gated(model: PreTrainedModel) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute causal attention; for gated heads mixed with attention over sinks and recent tokens."""
     group, n = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     at = torch.arange(n, device=query.device)
@@ -137,7 +151,6 @@ def _masked(
     softmax: Softmax,
     mask: Bool[Tensor, "n n"],
 ) -> Float[Tensor, "batch heads n value_dim"]:
-    """Return attention under a mask."""
     if softmax.plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax.scaling)
     return softmax_attention(query, key, value, softmax, mask[None, None])[0].transpose(1, 2)
@@ -177,6 +190,13 @@ def draw(
     seed: int,
 ) -> list[Passkeys]:
     """Draw texts with passkeys at random places between passages.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        passages: token ids of the passages.
+        count: how many texts to draw.
+        length: tokens of a text.
+        seed: the seed of the draw.
 
     Raises:
         UnsupportedModelError: passkeys and questions do not fit the length.

@@ -83,6 +83,11 @@ class _ObservingCache(ObservedCache):
 def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], None] = lambda: None) -> Statistics:
     """Return statistics of all layers that keepset compresses, measured over a corpus, one passage at a time.
 
+    Args:
+        model: the model.
+        corpus: the passages.
+        on_passage: called after each passage.
+
     Raises:
         UnsupportedModelError: there is no such layer, or queries are not finite.
     """
@@ -150,6 +155,10 @@ def measure_rotation(
     rotate: Rotate, unit: Float[Tensor, "head_dim head_dim"]
 ) -> tuple[Int[Tensor, " head_dim"], Float[Tensor, " head_dim"], Float[Tensor, " head_dim"]]:
     """Return partner, frequency and gain of every number of a head, measured with the rows of the identity matrix.
+
+    Args:
+        rotate: the layer's rotation.
+        unit: the identity matrix.
 
     Raises:
         UnsupportedModelError: the layer does not rotate planes.

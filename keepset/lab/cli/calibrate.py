@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path
@@ -15,8 +16,7 @@ from typer import Option
 
 from keepset.lab.cli.checks import check_length, check_tensor_file, check_whole
 from keepset.lab.cli.console import counted, duration, load, note, progress, say
-from keepset.lab.cli.options import Force, takes_model
-from keepset.lab.embedded import Source
+from keepset.lab.cli.options import Force, ModelOptions, takes_options
 from keepset.lab.texts import read
 
 if TYPE_CHECKING:
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
     from keepset.lab.artefacts import Artefact
 
 
-@takes_model
-def calibrate(
-    model: Source,
-    out: Annotated[Path, Option(help="The file to write, such as stats.safetensors.")],
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(ModelOptions):
+    """Options of `keepset calibrate`."""
+
+    out: Annotated[Path, Option(help="The file to write, such as stats.safetensors.")]
     text: Annotated[
         list[Path] | None,
         Option(metavar="<path>", help="A UTF-8 text file; may be given several times. [default: essays]"),
-    ] = None,
-    tokens: Annotated[int, Option(help="Tokens to measure at most.")] = 16384,
-    length: Annotated[int, Option(help="Tokens of a passage.")] = 1024,
-    seed: Annotated[int, Option(help="Seed of the order in which passages are drawn from the texts.")] = 0,
+    ] = None
+    tokens: Annotated[int, Option(help="Tokens to measure at most.")] = 16384
+    length: Annotated[int, Option(help="Tokens of a passage.")] = 1024
+    seed: Annotated[int, Option(help="Seed of the order in which passages are drawn from the texts.")] = 0
     gate_steps: Annotated[
         int,
         Option(
             help="Training steps of the gates that find retrieval heads, for duo_attention; 0 leaves them out. A step "
             "trains on a text of 512 tokens, as DuoAttention's authors do, and costs about 4 forward passes."
         ),
-    ] = 24,
+    ] = 24
     teacher: Annotated[
         list[str] | None,
         Option(
@@ -49,7 +50,7 @@ def calibrate(
             help="A recipe whose scores the networks of `distilled` learn, such as reread; may be given several times, "
             "for the mean of their logarithms. [default: no networks]",
         ),
-    ] = None,
+    ] = None
     imports: Annotated[
         list[Path] | None,
         Option(
@@ -59,9 +60,12 @@ def calibrate(
             "Q-Filters, Expected Attention's or TriAttention's statistics. What it gives replaces what is measured; "
             "may be given several times. Reading a .pt file runs no code from it.",
         ),
-    ] = None,
-    force: Force = False,
-) -> None:
+    ] = None
+    force: Force = False
+
+
+@takes_options
+def calibrate(options: CalibrateOptions) -> None:
     """Measure a model's statistics, which some methods need.
 
     qfilter, triattention and expected_attention(stats=...) need statistics of the model's queries over texts.
@@ -77,9 +81,10 @@ def calibrate(
     Any coherent text will do, except the one that you evaluate on. A recipe names the file:
     qfilter(stats='stats.safetensors', keep=0.25). The file fits this model alone.
     """
-    check_whole(2**63, tokens=(tokens, 16), length=(length, 16), seed=(seed, 0), gate_steps=(gate_steps, 0))
-    check_tensor_file(out, force)
-    own_texts = [read(path) for path in text or []]
+    least = {"tokens": 16, "length": 16, "seed": 0, "gate_steps": 0}
+    check_whole(2**63, **{name: (getattr(options, name), value) for name, value in least.items()})
+    check_tensor_file(options.out, options.force)
+    own_texts = [read(path) for path in options.text or []]
 
     from keepset.core.features.attention import SecondPass
     from keepset.core.statistics import save
@@ -90,13 +95,13 @@ def calibrate(
     from keepset.lab.calibrate.measure import measure
     from keepset.lab.corpus import default_texts, texts_to_fit
 
-    teachers = parse_teachers(teacher or [])
+    teachers = parse_teachers(options.teacher or [])
     texts = own_texts or (texts_to_fit() if teachers else default_texts())
-    loaded, tokenizer = load(model)
-    check_length(loaded, "--length", length)
-    artefacts = {path: read_artefact(path, loaded) for path in imports or []}
-    corpus = Corpus.draw(tokenizer, texts, tokens=tokens, length=length, seed=seed)
-    unfinished, began = out.with_name(f"{out.name}.unfinished"), time.monotonic()
+    loaded, tokenizer = load(options.source)
+    check_length(loaded, "--length", options.length)
+    artefacts = {path: read_artefact(path, loaded) for path in options.imports or []}
+    corpus = Corpus.draw(tokenizer, texts, tokens=options.tokens, length=options.length, seed=options.seed)
+    unfinished, began = options.out.with_name(f"{options.out.name}.unfinished"), time.monotonic()
     with progress() as bar:
 
         @cache
@@ -110,33 +115,33 @@ def calibrate(
         measuring = time.monotonic() - began
         for path, artefact in artefacts.items():
             statistics = with_artefact(statistics, artefact, path.name)
-        if gate_steps and not statistics.retrieval:
-            advance = counted(bar, "gates", gate_steps)
-            statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=gate_steps, on_step=advance)
-        if teacher:  # after the gates, which say where old facts are found
+        if options.gate_steps and not statistics.retrieval:
+            advance = counted(bar, "gates", options.gate_steps)
+            statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=options.gate_steps, on_step=advance)
+        if options.teacher:  # after the gates, which say where old facts are found
             passages = len(corpus.passages)
             needs = reduce(or_, (method.traits.needs for method in teachers))  # one prefill serves all teachers
             passes = 2.5 if needs.of(SecondPass) else 1.1
             share = sum(map(len, cut_passages(corpus))) / corpus.tokens
             seconds = measuring * passes * share
-            note(f"{', '.join(teacher)} over {passages} passages: {duration(seconds)}; the fit comes after it.")
+            note(f"{', '.join(options.teacher)} over {passages} passages: {duration(seconds)}; the fit comes after it.")
             statistics = with_predictors(
                 statistics,
                 loaded,
                 corpus,
-                teacher,
+                options.teacher,
                 folder=unfinished,
                 on_passage=counted(bar, "teacher", passages),
                 on_step=on_step,
             )
-    save(statistics, out)
+    save(statistics, options.out)
     shutil.rmtree(unfinished, ignore_errors=True)
     _note_artefacts(artefacts)
     _note_networks(statistics)
-    if tokens - corpus.tokens >= SHORTEST:
-        note(f"The texts had {corpus.tokens} tokens, fewer than the {tokens} asked for.")
+    if options.tokens - corpus.tokens >= SHORTEST:
+        note(f"The texts had {corpus.tokens} tokens, fewer than the {options.tokens} asked for.")
     say(
-        f"{out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
+        f"{options.out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
         f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages"
     )
 

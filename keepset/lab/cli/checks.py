@@ -1,4 +1,4 @@
-"""Checks and parsers of options that several commands share; each raises `KeepsetError`."""
+"""Checks and parsers of options that several commands share, which raise `KeepsetError`; and notes on recipes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from keepset.errors import BudgetError, KeepsetError, UnsupportedModelError
 from keepset.lab.cli.console import note
 from keepset.lab.cli.options import STANDARD_OUTPUT
+from keepset.lab.recipe_notes import nothing_chosen, what_stays
 from keepset.models import context_length
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from keepset.core.budget import Budget
     from keepset.recipe import Recipe
 
@@ -25,7 +28,15 @@ _FEW = 64
 
 
 def given_text(name: str, text: Text) -> Text:
-    """Return a text of the user, or standard input for -; refuse one that is blank or not UTF-8."""
+    """Return a text of the user, or standard input for `-`; None stays None.
+
+    Args:
+        name: the text's name in errors.
+        text: what the user has written.
+
+    Raises:
+        KeepsetError: it is blank or not UTF-8.
+    """
     if text is None:
         return text
     if text == "-":
@@ -72,7 +83,12 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def check_tensor_file(out: Path, force: bool) -> None:
-    """Refuse a file of tensors that cannot be written, or should not be."""
+    """Refuse a file of tensors that cannot be written, or should not be.
+
+    Args:
+        out: the file.
+        force: whether it may be replaced.
+    """
     from keepset.core.files import check_replaceable
 
     if out.is_dir() or not out.parent.is_dir():
@@ -90,6 +106,10 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
     """Refuse recipes whose statistics or tables cannot be read, or are another model's; None is the full cache.
 
     A recipe that the model cannot run is left to the measurement, which says so in its row.
+
+    Args:
+        model: the model.
+        recipes: the recipes; None is the full cache.
     """
     from keepset.core.features.runtime_features import ModelStatistics, ModelTables
     from keepset.hf.cache import Cache
@@ -103,7 +123,12 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
 
 
 def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
-    """Return the default recipe (see `defaults`), `otherwise` for a model without networks; note which it is and why.
+    """Return the default recipe (see `defaults`), and note which it is and why.
+
+    Args:
+        model: the model.
+        called: the model's name in the note.
+        otherwise: the recipe of a model without networks.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
@@ -116,7 +141,12 @@ def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
 
 
 def note_short(length: int, kept: float) -> None:
-    """Note that a prompt of so many tokens is short, if a recipe kept only a share of its entries."""
+    """Note that a prompt is short, if a recipe kept only a share of its entries.
+
+    Args:
+        length: tokens of the prompt.
+        kept: the share of the entries that stayed.
+    """
     from keepset.defaults import SHORT
 
     if kept < 1 and length < SHORT:
@@ -137,7 +167,13 @@ def offered_recipes(model: Any) -> list[Recipe]:
 
 
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:
-    """Refuse more tokens than the model's context takes."""
+    """Refuse more tokens than the model's context takes.
+
+    Args:
+        model: the model.
+        length: tokens of the prompt.
+        new: tokens to generate.
+    """
     longest = context_length(model)
     if longest is not None and length + new > longest:
         suffix, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")
@@ -148,7 +184,13 @@ def check_fits_context(model: Any, length: int, new: int = 0) -> None:
 
 
 def check_length(model: Any, option: str, length: int) -> None:
-    """Refuse an option of more tokens than the model's context takes."""
+    """Refuse an option of more tokens than the model's context takes.
+
+    Args:
+        model: the model.
+        option: the option's name.
+        length: the option's value, in tokens.
+    """
     longest = context_length(model)
     if longest is not None and length > longest:
         raise KeepsetError(f"{option} {length} is more than the model's context of {longest}: use {longest} or less.")
@@ -197,6 +239,10 @@ def _guess(text: str) -> str:
 def parse_whole(text: str, option: str) -> list[int]:
     """Return whole numbers from a list, each once.
 
+    Args:
+        text: the numbers, separated by commas.
+        option: the option's name, without its dashes.
+
     Raises:
         KeepsetError: the text is no such list.
     """
@@ -204,3 +250,49 @@ def parse_whole(text: str, option: str) -> list[int]:
         return list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None
+
+
+def say_advice(recipes: Iterable[Recipe]) -> None:
+    """Note what to write instead of recipes whose bare defaults are known to do badly."""
+    for recipe in recipes:
+        if recipe.advice:
+            note(recipe.advice)
+
+
+def say_networks(model: PreTrainedModel, called: str) -> None:
+    """Note how networks are made for a model that has none.
+
+    Args:
+        model: the model.
+        called: the model's name in the note.
+    """
+    from keepset.defaults import has_networks, lack_of_networks
+
+    if not has_networks(model.config.name_or_path or ""):
+        sentence = lack_of_networks(called)
+        note(sentence[0].upper() + sentence[1:])
+
+
+def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
+    """Note that a prompt is short, or that what always stays of it fills or exceeds the budget.
+
+    Args:
+        recipe: the recipe.
+        model: the model.
+        length: tokens of the prompt.
+    """
+    if (sentence := what_stays(recipe, model, length)) is not None:
+        note(sentence)
+
+
+def say_of_all_prompts(recipe: Recipe) -> None:
+    """Note the same as `say_always` and `note_short`, for a server, whose prompts are not known yet."""
+    from keepset.defaults import SHORT
+
+    budget = recipe.budget
+    if budget.keep == budget.sinks + budget.recent and not budget.recent_extra:
+        note(nothing_chosen(recipe))
+    if budget.short:
+        note(f"Prompts of fewer than {budget.short} tokens stay whole.")
+    elif budget.bytes is not None or (isinstance(budget.keep, float) and budget.keep < 1):
+        note(f"Short prompts are compressed too, though they can spare little: short={SHORT} leaves them whole.")

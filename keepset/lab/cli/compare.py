@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +18,12 @@ from keepset.lab.cli.checks import (
     note_few_entries,
     offered_recipes,
     parse_budgets,
+    say_advice,
+    say_always,
+    say_networks,
 )
 from keepset.lab.cli.console import counted, explain, interruptible, load, output, progress, say, show_table, write
-from keepset.lab.cli.options import Html, Images, Json, OneText, Recipes, takes_model
-from keepset.lab.cli.recipe_notes import say_advice, say_always, say_networks
-from keepset.lab.embedded import Source
+from keepset.lab.cli.options import Html, Images, Json, ModelOptions, OneText, Recipes, takes_options
 from keepset.lab.images import Pictured, read_images
 from keepset.lab.texts import NEEDLE, Needle, essay, read, token_texts
 from keepset.models import context_length, load_processor
@@ -45,28 +47,29 @@ _LEGEND = (
 _PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024, 64, 1024, 32, 64
 
 
-@takes_model
-def compare(
-    model: Source,
-    recipes: Recipes = None,
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(ModelOptions):
+    """Options of `keepset compare`."""
+
+    recipes: Recipes = None
     budgets: Annotated[
         str | None,
         Option(
             help="For recipes without a budget, separated by commas: shares of a full 16-bit cache's bytes, or entries "
             f"per head as whole numbers. [default: {BUDGETS}; with --decode {DECODING_BUDGETS}]"
         ),
-    ] = None,
-    text: OneText = None,
-    image: Images = None,
-    question: Annotated[str | None, Option(help="A question about your text.")] = None,
-    answer: Annotated[str | None, Option(help="Text that a right answer contains.")] = None,
+    ] = None
+    text: OneText = None
+    image: Images = None
+    question: Annotated[str | None, Option(help="A question about your text.")] = None
+    answer: Annotated[str | None, Option(help="Text that a right answer contains.")] = None
     prompt_tokens: Annotated[
         int | None,
         Option(
             help="Tokens of the prompt, which begins the text. "
             f"[default: {_PROMPT_TOKENS}; with --question as many as the text and the model have]"
         ),
-    ] = None,
+    ] = None
     continuation: Annotated[
         int | None,
         Option(
@@ -74,20 +77,23 @@ def compare(
             f"[default: {_CONTINUATION}; with --decode {_LONG_CONTINUATION}; with --question what the full cache "
             "answers]"
         ),
-    ] = None,
+    ] = None
     decode: Annotated[
         bool, Option("--decode", help="Compress while decoding: feed what follows the prompt token by token.")
-    ] = False,
+    ] = False
     every: Annotated[
         int | None,
         Option(help=f"With --decode: tokens between compressions, for recipes without every=. [default: {_EVERY}]"),
-    ] = None,
+    ] = None
     generate: Annotated[
         int | None, Option(help="With --decode: feed this many tokens of the full cache's answer, not the text.")
-    ] = None,
-    json_file: Json = None,
-    html: Html = None,
-) -> None:
+    ] = None
+    json_file: Json = None
+    html: Html = None
+
+
+@takes_options
+def compare(options: CompareOptions) -> None:
     """Compare recipes: the memory they take, and what they lose.
 
     The best come first, after the full cache. One prefill serves all recipes. Without a text of yours an essay is used:
@@ -97,50 +103,40 @@ def compare(
     from keepset.recipe import Recipe
 
     # The defaults of prompts depend on the model.
-    parsed = [] if recipes is None and not decode else Recipe.parse_list(DECODING if recipes is None else recipes)
-    parsed_budgets = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
-    note_few_entries(parsed_budgets)
-    _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
-    _check_budgets(decode, parsed_budgets)
-    question = given_text("--question", question)
-    needle = _needle(text, question, answer, decode)
-    source, images = essay() if text is None else read(text), read_images(image)
-    if decode and images:
+    recipes = DECODING if options.decode and options.recipes is None else options.recipes
+    parsed = [] if recipes is None else Recipe.parse_list(recipes)
+    default_budgets = DECODING_BUDGETS if options.decode else BUDGETS
+    budgets = parse_budgets(default_budgets if options.budgets is None else options.budgets)
+    note_few_entries(budgets)
+    _check_lengths(options)
+    _check_budgets(options, budgets)
+    options = replace(options, question=given_text("--question", options.question))
+    needle = _needle(options)
+    text, images = essay() if options.text is None else read(options.text), read_images(options.image)
+    if options.decode and images:
         raise KeepsetError("--decode follows a text token by token: leave --image out.")
-    check_writable(json_file, html)
+    check_writable(options.json_file, options.html)
 
     from keepset.lab.candidate import grid
     from keepset.lab.compare.comparison import conclusion
-    from keepset.lab.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
     from keepset.lab.report.compare import render
 
     comparer: Comparer | None = None
     with interruptible() as ending:
-        loaded, tokenizer = load(model)
-        longest = context_length(loaded)
-        if generate is not None:
-            check_fits(prompt_tokens or _PROMPT_TOKENS, generate + ANSWER_TOKENS, longest)
-        task = make_text_task(
-            tokenizer,
-            source,
-            tokens=prompt_tokens or (None if question is not None else _PROMPT_TOKENS),
-            continuation=_continuation(continuation, question, decode, generate),
-            needle=needle,
-            longest=longest,
-            answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
-            pictured=Pictured(loaded, load_processor(loaded), images) if images else None,
-        ).to(loaded.device)
+        loaded, tokenizer = load(options.source)
+        task = _task(options, loaded, tokenizer, text, needle, images)
         if not parsed:
-            say_networks(loaded, model.called)
+            say_networks(loaded, options.source.called)
             parsed = offered_recipes(loaded)
-        candidates = grid(parsed, parsed_budgets, (every or _EVERY) if decode else None)
+        candidates = grid(parsed, budgets, (options.every or _EVERY) if options.decode else None)
         check_measured(loaded, (candidate.recipe for candidate in candidates))
         with progress("the full cache") as bar:
-            if decode:
+            if options.decode:
                 advance = counted(bar, "recipes", len(candidates))
-                comparer, ids = _decoded(loaded, task, model.called, generate, len(candidates), bar)
+                comparer, ids = _decoded(loaded, task, options, len(candidates), bar)
             else:
-                comparer, ids = _prefilled(loaded, tokenizer, task, model.called, candidates, bar), task.prompt
+                name, ids = options.source.called, task.prompt
+                comparer = _prefilled(loaded, tokenizer, task, name, candidates, bar)
                 advance = counted(bar, "recipes", len(candidates))
             for _ in comparer.run(candidates):
                 advance()
@@ -149,12 +145,14 @@ def compare(
     comparison = comparer.comparison
     doubt = task.doubt(bool(comparison.full.get("needle_found")))
     sentence = (doubt or conclusion(comparison)) if ending.finished else ""  # rows that are missing might be the best
-    output({**comparison.to_json(), "conclusion": sentence}, json_file, lambda: print_table(comparison, sentence))
+    output(
+        {**comparison.to_json(), "conclusion": sentence}, options.json_file, lambda: print_table(comparison, sentence)
+    )
     say_advice(parsed)
     for candidate in candidates:
-        if candidate.recipe is not None and not decode:
+        if candidate.recipe is not None and not options.decode:
             say_always(candidate.recipe, loaded, task.prompt.shape[1])
-    write(html, lambda: render(comparison, token_texts(tokenizer, ids[0].tolist()), sentence))
+    write(options.html, lambda: render(comparison, token_texts(tokenizer, ids[0].tolist()), sentence))
     ending.say(f"after {len(comparison.rows)} of {len(candidates)} rows: nothing is concluded")
     if comparison.failed:
         raise Exit(1)
@@ -165,50 +163,71 @@ def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("ke
     compare(html=html)
 
 
-def _check_budgets(decode: bool, budgets: Sequence[Budget]) -> None:
+def _check_budgets(options: CompareOptions, budgets: Sequence[Budget]) -> None:
     for budget in budgets:
-        if decode and budget.bytes is not None:
+        if options.decode and budget.bytes is not None:
             raise KeepsetError(
                 f"--budgets {budget.bytes} is a share of what is left, which would shrink at every event: with "
                 f"--decode give whole numbers of entries, such as {DECODING_BUDGETS}."
             )
 
 
-def _check_lengths(decode: bool, **lengths: int | None) -> None:
-    check_least(1, **lengths)
-    if not decode and (lengths["every"] is not None or lengths["generate"] is not None):
+def _check_lengths(options: CompareOptions) -> None:
+    names = ("prompt_tokens", "continuation", "every", "generate")
+    check_least(1, **{name: getattr(options, name) for name in names})
+    if not options.decode and (options.every is not None or options.generate is not None):
         raise KeepsetError("--every and --generate are about decoding: give --decode too, or leave them out.")
-    if lengths["generate"] is not None and lengths["continuation"] is not None:
+    if options.generate is not None and options.continuation is not None:
         raise KeepsetError("--continuation is the text's own, --generate the model's: give one of them.")
 
 
-def _continuation(tokens: int | None, question: str | None, decode: bool, generate: int | None) -> int:
+def _continuation(options: CompareOptions) -> int:
     """Return how many tokens of the text follow the prompt; none if the full cache's answer to a question does."""
-    if generate is not None:
+    if options.generate is not None:
         return 1
-    return tokens or (0 if question is not None else _LONG_CONTINUATION if decode else _CONTINUATION)
+    default = 0 if options.question is not None else _LONG_CONTINUATION if options.decode else _CONTINUATION
+    return options.continuation or default
 
 
-def _needle(text: Path | None, question: str | None, answer: str | None, decode: bool) -> Needle | None:
+def _needle(options: CompareOptions) -> Needle | None:
     """Return what is asked: the user's question about a text, or a question about a fact hidden in an essay."""
-    answer = given_text("--answer", answer)
+    question, answer = options.question, given_text("--answer", options.answer)
     if (question is None) != (answer is None):
         raise KeepsetError(
             "A question needs an answer, and an answer a question: give both --question and --answer, or neither."
         )
-    if decode and question is not None:
+    if options.decode and question is not None:
         raise KeepsetError("--decode follows a text and asks nothing: leave --question and --answer out.")
     if question is None or answer is None:
-        return NEEDLE if text is None and not decode else None
-    if text is None:
+        return NEEDLE if options.text is None and not options.decode else None
+    if options.text is None:
         raise KeepsetError("--question is about your own text: give it with --text.")
     return Needle(sentence="", question=question, answer=answer)
+
+
+def _task(
+    options: CompareOptions, model: Any, tokenizer: Any, text: str, needle: Needle | None, images: Sequence[Any]
+) -> TextTask:
+    from keepset.lab.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
+
+    longest = context_length(model)
+    if options.generate is not None:
+        check_fits(options.prompt_tokens or _PROMPT_TOKENS, options.generate + ANSWER_TOKENS, longest)
+    return make_text_task(
+        tokenizer,
+        text,
+        tokens=options.prompt_tokens or (None if options.question is not None else _PROMPT_TOKENS),
+        continuation=_continuation(options),
+        needle=needle,
+        longest=longest,
+        answer_tokens=ANSWER_TOKENS if options.question is None else _ANSWER_TOKENS,
+        pictured=Pictured(model, load_processor(model), images) if images else None,
+    ).to(model.device)
 
 
 def _prefilled(
     model: Any, tokenizer: Any, task: TextTask, name: str, candidates: Sequence[Candidate], bar: Progress
 ) -> Comparer:
-    """Return the comparer of prompts, after the prefill of the full cache."""
     from keepset.lab.compare.prompt import PromptComparer
 
     layers = model.config.get_text_config().num_hidden_layers
@@ -221,12 +240,18 @@ def _prefilled(
 
 
 def _decoded(
-    model: Any, task: TextTask, name: str, generate: int | None, recipes: int, bar: Progress
+    model: Any, task: TextTask, options: CompareOptions, recipes: int, bar: Progress
 ) -> tuple[Comparer, Tensor]:
     """Return the comparer, after the full cache has read the text, and all tokens of prompt and text.
 
-    The text is what the full cache generates, if `generate` says how many tokens. The bar counts the tokens that the
-    full cache and then all recipes read.
+    The text is what the full cache generates, if --generate says how many tokens.
+
+    Args:
+        model: the model.
+        task: the prompt and its text.
+        options: the options of the command.
+        recipes: the number of recipes.
+        bar: counts the tokens that the full cache and then all recipes read.
     """
     import torch
     from transformers import DynamicCache
@@ -235,17 +260,22 @@ def _decoded(
     from keepset.lab.generation import greedy
 
     text = task.continuation
-    if generate is not None:
-        advance = counted(bar, "tokens of the full cache", generate)
-        ids, _ = greedy(model, DynamicCache(config=model.config), task.prompt, generate, advance)
+    if options.generate is not None:
+        advance = counted(bar, "tokens of the full cache", options.generate)
+        ids, _ = greedy(model, DynamicCache(config=model.config), task.prompt, options.generate, advance)
         text = torch.tensor([ids], dtype=torch.long, device=task.prompt.device)
-    total = text.shape[1] * (1 + recipes)
-    comparer = DecodeComparer(model, task.prompt, text, name, on_tokens=counted(bar, "tokens", total))
+    advance = counted(bar, "tokens", text.shape[1] * (1 + recipes))
+    comparer = DecodeComparer(model, task.prompt, text, options.source.called, on_tokens=advance)
     return comparer, torch.cat([task.prompt, text], 1)
 
 
 def print_table(comparison: Comparison, sentence: str) -> None:
-    """Print the records as a table, best first under each budget, and a sentence that concludes from them."""
+    """Print the records as a table, best first under each budget, and a sentence that concludes from them.
+
+    Args:
+        comparison: the records.
+        sentence: the conclusion; empty for none.
+    """
     from keepset.lab.report.compare import table
 
     full, needle = comparison.full, comparison.needle

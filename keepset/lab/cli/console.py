@@ -76,7 +76,12 @@ def stderr() -> Console:
 
 
 def say(text: str, *, style: str | None = None) -> None:
-    """Print a result as it is."""
+    """Print a result as it is.
+
+    Args:
+        text: the result.
+        style: a style of rich.
+    """
     _print(stdout(), text, style)
 
 
@@ -108,7 +113,13 @@ def _print(console: Console, text: str, style: str | None = None) -> None:
 
 
 def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]) -> None:
-    """Print a result as tables and write it as JSON, or print only the JSON if the file is `-`."""
+    """Print a result as tables and write it as JSON, or print only the JSON if the file is `-`.
+
+    Args:
+        result: what JSON shows.
+        json_file: the file of --json.
+        print_tables: prints the tables.
+    """
     if json_file is None:
         print_tables()
         return
@@ -121,7 +132,13 @@ def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]
 
 
 def write(path: Path | None, content: Callable[[], str], described: str | None = "report") -> None:
-    """Write a file that was asked for, whole or not at all, and note it unless `described` is None."""
+    """Write a file that was asked for, whole or not at all, and note it.
+
+    Args:
+        path: the file; None if none was asked for.
+        content: returns the file's text.
+        described: what the note calls it; None for no note.
+    """
     if path is None:
         return
     page.write(path, content())
@@ -222,7 +239,14 @@ def _left(task: Any) -> float | None:
 
 
 def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
-    """Add a line to a progress bar, and return a function that advances it by a count, which is 1 by default."""
+    """Add a line to a progress bar, and return a function that advances it by a count, which is 1 by default.
+
+    Args:
+        bar: the progress bar.
+        description: the words of the line.
+        total: the count at which it is complete.
+        completed: the count at which it begins.
+    """
     number = bar.add_task(description, total=total, completed=completed, before=completed)
     return lambda count=1: bar.advance(number, count)
 

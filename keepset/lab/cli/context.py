@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,20 +11,27 @@ from typer import Argument, Option
 
 from keepset.defaults import ASKED_LATER, NETWORKS
 from keepset.errors import KeepsetError
-from keepset.lab.cli.checks import check_fits_context, check_tensor_file, default_recipe, given_text, note_short
+from keepset.lab.cli.checks import (
+    check_fits_context,
+    check_tensor_file,
+    default_recipe,
+    given_text,
+    note_short,
+    say_always,
+)
 from keepset.lab.cli.console import counted, load, megabytes, note, progress, say
 from keepset.lab.cli.options import (
     Device,
     Dtype,
     Force,
     Images,
+    ModelOptions,
     OutputTokens,
     SamplingSeed,
     Temperature,
     group,
-    takes_model,
+    takes_options,
 )
-from keepset.lab.cli.recipe_notes import say_always
 from keepset.lab.cli.streaming import Sampling, generate_streamed
 from keepset.lab.embedded import EMBEDDED, Source
 from keepset.lab.images import Pictured, read_images
@@ -33,19 +41,23 @@ from keepset.models import load_processor
 context = group("context", "Compress a text once and ask about it many times.")
 
 
-@context.command()
-@takes_model
-def build(
-    model: Source,
-    text: Annotated[Path, Option(help="A UTF-8 text file; - for standard input.")],
-    out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(ModelOptions):
+    """Options of `keepset context build`."""
+
+    text: Annotated[Path, Option(help="A UTF-8 text file; - for standard input.")]
+    out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")]
     recipe: Annotated[
         str | None,
         Option(help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ASKED_LATER}]"),
-    ] = None,
-    image: Images = None,
-    force: Force = False,
-) -> None:
+    ] = None
+    image: Images = None
+    force: Force = False
+
+
+@context.command()
+@takes_options
+def build(options: BuildOptions) -> None:
     """Compress a text, and images before it, into a file.
 
     A model runs over the text, and its cache is compressed. The text is put where keepset generate --text puts it: in a
@@ -54,28 +66,30 @@ def build(
     """
     from keepset.recipe import Recipe
 
-    requested = None if recipe is None else Recipe.parse(recipe).require_budget()
-    check_tensor_file(out, force)
-    content, images = read(text), read_images(image)
+    requested = None if options.recipe is None else Recipe.parse(options.recipe).require_budget()
+    check_tensor_file(options.out, options.force)
+    content, images = read(options.text), read_images(options.image)
 
     import torch
 
     from keepset.hf.cache import Cache
     from keepset.hf.model_support import check_logits
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(options.source)
     prompt = _prompt(loaded, tokenizer, content, images)
     ids = prompt.pop("input_ids")
     check_fits_context(loaded, ids.shape[1])
-    parsed = default_recipe(loaded, model.called, ASKED_LATER) if requested is None else requested
+    parsed = default_recipe(loaded, options.source.called, ASKED_LATER) if requested is None else requested
     cache = Cache(loaded, parsed)
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
         check_logits(loaded(ids, **prompt, past_key_values=cache, logits_to_keep=1).logits)
     seconds = time.perf_counter() - start
     # An absolute folder is found again from wherever the question is asked.
-    name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
-    cache.save(out, force=force, model_name=name, **({} if images else _frame(tokenizer, ids[0].tolist())))
+    folder = Path(options.model) if options.model else None
+    name = options.source.called if folder is None or not folder.is_dir() else str(folder.resolve())
+    frame = {} if images else _frame(tokenizer, ids[0].tolist())
+    cache.save(options.out, force=options.force, model_name=name, **frame)
     kept = "nothing dropped yet"
     if cache.events:
         event, keep_set = cache.events[-1], cache.keep_set
@@ -84,14 +98,13 @@ def build(
         share = f"{cache.share:.1%} of a full 16-bit cache's"
         kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after ({share})"
     say(
-        f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
-        f"the file has {megabytes(out.stat().st_size)}"
+        f"{options.out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
+        f"the file has {megabytes(options.out.stat().st_size)}"
     )
     say_always(parsed, loaded, ids.shape[1])
 
 
 def _prompt(model: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
-    """Return what a model takes for a message up to the end of a text, with images before it."""
     if images:
         return Pictured(model, load_processor(model), images).prompt(text)
     prompt, _ = chat_parts(tokenizer, text, "")

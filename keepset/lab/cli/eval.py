@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +12,11 @@ from typer import Argument, Exit, Option
 from keepset.errors import BudgetError, KeepsetError
 from keepset.lab.cli.checks import check_least, check_writable, note_few_entries, parse_budgets, parse_whole
 from keepset.lab.cli.console import note, output, status
-from keepset.lab.cli.options import Json, Recipes, Temperature, takes_model
+from keepset.lab.cli.options import Json, ModelOptions, Recipes, Temperature, takes_options
 from keepset.lab.cli.results import print_summary
 from keepset.lab.cli.streaming import Sampling
-from keepset.lab.cli.sweep import Asking, check_ray, say_lost, sweep_grid
-from keepset.lab.embedded import Source
-from keepset.lab.sweep.prompts import Mode
+from keepset.lab.cli.sweep import check_ray, say_lost, sweep_grid
+from keepset.lab.sweep.prompts import Asking, Mode
 
 if TYPE_CHECKING:
     from keepset.core.budget import Budget
@@ -35,9 +35,10 @@ _LONG = 20_000
 """The tokens of a sweep from which on their number is said first."""
 
 
-@takes_model
-def evaluate(
-    model: Source,
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(ModelOptions):
+    """Options of `keepset eval`."""
+
     tasks: Annotated[
         list[str],
         Argument(
@@ -45,8 +46,8 @@ def evaluate(
             help="Separated by commas: needle, ruler, longbench, longbench2, or one of their tasks, gsm8k, math500, "
             "aime24, aime25, or any task of lm-evaluation-harness.",
         ),
-    ],
-    recipes: Recipes = None,
+    ]
+    recipes: Recipes = None
     budgets: Annotated[
         str | None,
         Option(
@@ -54,21 +55,21 @@ def evaluate(
             "per head as whole numbers; tasks that decode take only whole numbers. "
             f"[default: {BUDGETS}; for tasks that decode {DECODING_BUDGETS}]"
         ),
-    ] = None,
+    ] = None
     prompt_tokens: Annotated[
         str, Option(help="Lengths of prompts in tokens, separated by commas, for tasks that are made to a length.")
-    ] = "1024",
+    ] = "1024"
     limit: Annotated[
         int | None, Option(help="Take the first examples of each task. [default: all; of generated tasks ten]")
-    ] = None,
+    ] = None
     sample: Annotated[
         str | None,
         Option(help="Take a random sample of each task's examples, by the seed: a share such as 0.1, or a number."),
-    ] = None,
+    ] = None
     output_tokens: Annotated[
         int | None, Option(help="The most tokens of an answer, for all tasks. [default: each task's own]")
-    ] = None,
-    seeds: Annotated[str, Option(help="Seeds of generated data and of sampling, separated by commas.")] = "0",
+    ] = None
+    seeds: Annotated[str, Option(help="Seeds of generated data and of sampling, separated by commas.")] = "0"
     mode: Annotated[
         Mode,
         Option(
@@ -76,99 +77,95 @@ def evaluate(
             "questions are known. 'task': the context by recipes that take the question (kvcompose, second_pass); "
             "context and question by others."
         ),
-    ] = "prompt",
-    no_chat: Annotated[bool, Option("--no-chat", help="Ask without the tokenizer's chat template.")] = False,
-    data: Annotated[Path | None, Option(help="A folder with the tasks' data, in place of the hub.")] = None,
-    temperature: Temperature = 0.0,
+    ] = "prompt"
+    no_chat: Annotated[bool, Option("--no-chat", help="Ask without the tokenizer's chat template.")] = False
+    data: Annotated[Path | None, Option(help="A folder with the tasks' data, in place of the hub.")] = None
+    temperature: Temperature = 0.0
     every: Annotated[
         int | None,
         Option(
             help="The tokens between compressions in tasks that decode, for recipes without every=. 0 compresses the "
             f"prompt only, and then budgets may be shares. [default: {_EVERY}]"
         ),
-    ] = None,
+    ] = None
     always: Annotated[
         str,
         Option(
             metavar="SINKS,RECENT",
             help="How many of the first and of the newest tokens always stay, such as 4,32, unless the recipe says.",
         ),
-    ] = "0,0",
-    out: Annotated[Path, Option(help="The sweep's file, new or begun before.")] = Path("sweep.sqlite"),
+    ] = "0,0"
+    out: Annotated[Path, Option(help="The sweep's file, new or begun before.")] = Path("sweep.jsonl")
     no_baselines: Annotated[
         bool, Option("--no-baselines", help="Leave out random and streaming_llm under the same budgets.")
-    ] = False,
-    ray: Annotated[bool, Option("--ray", help="Measure on the workers of a Ray cluster.")] = False,
-    json_file: Json = None,
-) -> None:
+    ] = False
+    ray: Annotated[bool, Option("--ray", help="Measure on the workers of a Ray cluster.")] = False
+    json_file: Json = None
+
+
+@takes_options
+def evaluate(options: EvalOptions) -> None:
     """Measure recipes on benchmarks.
 
     Every recipe runs under every budget on every example, and one prefill of an example serves all. Each figure is
     written to a file at once. The same command resumes after a stop. Recipes, budgets, tasks and seeds can be added to
     a file. One process adds to a file at a time; --ray uses many machines.
     """
-    check_least(1, limit=limit, output_tokens=output_tokens)
-    check_least(0, every=every)
-    if limit is not None and sample is not None:
+    check_least(1, limit=options.limit, output_tokens=options.output_tokens)
+    check_least(0, every=options.every)
+    if options.limit is not None and options.sample is not None:
         raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
-    numbers, stay = parse_whole(seeds, "seeds"), _stay(always)
+    numbers, stay = parse_whole(options.seeds, "seeds"), _stay(options.always)
     for seed in numbers:
-        Sampling(1, temperature, seed)
-    check_writable(out, json_file)
-    check_ray(ray)
+        Sampling(1, options.temperature, seed)
+    check_writable(options.out, options.json_file)
+    check_ray(options.ray)
 
     from keepset.lab.tasks.find import find
     from keepset.lab.tasks.task import TaskSettings
 
-    names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    lengths = tuple(parse_whole(prompt_tokens, "prompt-tokens"))
+    names = [name.strip() for word in options.tasks for name in word.split(",") if name.strip()]
+    lengths = tuple(parse_whole(options.prompt_tokens, "prompt-tokens"))
     with status("reading the tasks"):
-        chosen = find(names, TaskSettings(data, lengths))
+        chosen = find(names, TaskSettings(options.data, lengths))
 
     from keepset.lab.analysis.summary import summarize
     from keepset.lab.sweep.sweep import SweepGrid
 
-    if every is not None and not any(task.decodes for task in chosen):
+    if options.every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
-    interval = _EVERY if every is None else every
-    parsed_budgets = None if budgets is None else parse_budgets(budgets)
-    note_few_entries(parsed_budgets or [])
-    candidates = {
-        task.name: _candidates(task, recipes, parsed_budgets, interval, stay, not no_baselines) for task in chosen
-    }
+    budgets = None if options.budgets is None else parse_budgets(options.budgets)
+    note_few_entries(budgets or [])
+    candidates = {task.name: _candidates(task, options, budgets, stay) for task in chosen}
+    limit, sample = options.limit, None if options.sample is None else _sample(options.sample)
     if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
         limit = _GENERATED
-    grid = SweepGrid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
-    asking = Asking(mode, not no_chat, temperature, output_tokens)
+    grid = SweepGrid(chosen, numbers, candidates, limit, sample, options.output_tokens)
+    asking = Asking(options.mode, not options.no_chat, options.temperature)
 
     def foretell(cost: Cost) -> None:
         if cost.prompt_tokens + cost.answer_tokens >= _LONG:
             note(str(cost))
 
-    cells, lost = sweep_grid(out, grid, model, asking, ray, foretell)
+    cells, lost = sweep_grid(options.out, grid, options.source, asking, options.ray, foretell)
     summary = summarize(cells)
-    output(summary.to_json(), json_file, lambda: print_summary(summary))
-    note(f"all figures are in {str(out)!r}: keepset results shows them again")
+    output(summary.to_json(), options.json_file, lambda: print_summary(summary))
+    note(f"all figures are in {str(options.out)!r}: keepset results shows them again")
     say_lost(lost)
     if lost or any(row.failed for row in summary.rows):
         raise Exit(1)
 
 
 def _candidates(
-    task: Task,
-    recipes: str | None,
-    budgets: Sequence[Budget] | None,
-    every: int,
-    always: tuple[int, int],
-    baselines: bool,
+    task: Task, options: EvalOptions, budgets: Sequence[Budget] | None, always: tuple[int, int]
 ) -> Sequence[Candidate]:
-    """Return a task's candidates: the full cache, the recipes, and baselines under the same budgets."""
     from keepset.core.budget import Budget
     from keepset.lab.candidate import candidates
     from keepset.recipe import Recipe
 
-    interval = (every or None) if task.decodes else None
-    requested = Recipe.parse_list((DECODING if interval else RECIPES) if recipes is None else recipes)
+    every = _EVERY if options.every is None else options.every
+    interval = every if every and task.decodes else None
+    requested = Recipe.parse_list((DECODING if interval else RECIPES) if options.recipes is None else options.recipes)
     if budgets is None:
         budgets = parse_budgets(DECODING_BUDGETS if interval else BUDGETS)
     open_ended = [recipe for recipe in requested if not recipe.budget.is_given and recipe.method.traits.needs_budget]
@@ -183,7 +180,7 @@ def _candidates(
                 f"whole numbers too, such as --budgets {DECODING_BUDGETS}, or compress the prompt only with --every 0."
             )
     chosen = candidates(requested, budgets, interval, always)
-    if baselines:
+    if not options.no_baselines:
         random = f"random(protect_prompt=True, every={interval})" if interval else "random"
         under = [*named, *(budgets if open_ended or not named else [])]
         chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)

@@ -77,7 +77,6 @@ class Grid:
             self._add([name, *(Text(sanitize(line.cells[at][0])) for at, _ in shown)], line.style)
 
     def _add(self, cells: Sequence[Text], style: str = "") -> None:
-        """Add a row; cells that are missing at its end are empty."""
         from rich.text import Text
 
         for column, cell in zip_longest(self.columns, cells):

@@ -1,6 +1,7 @@
 """`keepset bench latency`: time to the first token, tokens per second and memory, by length of the prompt."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
@@ -11,8 +12,7 @@ from typer import Exit, Option
 from keepset.errors import KeepsetError
 from keepset.lab.cli.checks import check_fits_context, check_least, check_measured, check_writable, parse_whole
 from keepset.lab.cli.console import counted, interruptible, load, output, progress, say, show_table
-from keepset.lab.cli.options import Json, takes_model
-from keepset.lab.embedded import Source
+from keepset.lab.cli.options import Json, ModelOptions, takes_options
 from keepset.lab.report.table import Column, Line, Table, decimals, integer, megabytes
 from keepset.lab.texts import essay, read
 
@@ -22,18 +22,22 @@ LatencyRow = dict[str, Any]
 """A recipe's figures at one length, in the JSON of `keepset bench latency --json`."""
 
 
-@takes_model
-def latency(
-    model: Source,
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions(ModelOptions):
+    """Options of `keepset bench latency`."""
+
     recipes: Annotated[str, Option(help="Recipes with their budgets, separated by commas.")] = (
         "snapkv(bytes=0.25), adakv(snapkv, bytes=0.25)"
-    ),
-    prompt_tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096",
-    output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,
-    rounds: Annotated[int, Option(help="How often each recipe is measured.")] = 3,
-    text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None,
-    json_file: Json = None,
-) -> None:
+    )
+    prompt_tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096"
+    output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64
+    rounds: Annotated[int, Option(help="How often each recipe is measured.")] = 3
+    text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None
+    json_file: Json = None
+
+
+@takes_options
+def latency(options: LatencyOptions) -> None:
     """Measure one request at a time, beside the full cache.
 
     Recipes and the full cache take turns. Every round generates the same number of tokens from the same prompt,
@@ -41,40 +45,40 @@ def latency(
     """
     from keepset.recipe import Recipe
 
-    parsed = [recipe.require_budget() for recipe in Recipe.parse_list(recipes)]
-    lengths = sorted(parse_whole(prompt_tokens, "prompt-tokens"))
-    check_least(1, prompt_tokens=lengths[0], output_tokens=output_tokens, rounds=rounds)
-    check_writable(json_file)
+    parsed = [recipe.require_budget() for recipe in Recipe.parse_list(options.recipes)]
+    lengths = sorted(parse_whole(options.prompt_tokens, "prompt-tokens"))
+    check_least(1, prompt_tokens=lengths[0], output_tokens=options.output_tokens, rounds=options.rounds)
+    check_writable(options.json_file)
 
     from keepset.lab.corpus import default_texts
     from keepset.lab.latency import Timing
     from keepset.lab.latency import latency as measure
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(options.source)
     check_measured(loaded, parsed)
-    check_fits_context(loaded, lengths[-1], output_tokens)
-    whole = "\n\n".join([essay(), *default_texts()]) if text is None else read(text)
+    check_fits_context(loaded, lengths[-1], options.output_tokens)
+    whole = "\n\n".join([essay(), *default_texts()]) if options.text is None else read(options.text)
     ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(loaded.device)
     if ids.shape[1] < lengths[-1]:
         raise KeepsetError(f"The text has {ids.shape[1]} tokens, fewer than {lengths[-1]}: give a longer --text.")
     prompts = [ids[:, :length] for length in lengths]
     timings: list[Timing] = []
     with interruptible() as ending, progress() as bar:
-        advance = counted(bar, "generations", len(lengths) * (len(parsed) + 1) * (rounds + 1))
-        for timings in measure(loaded, prompts, parsed, output_tokens, rounds):  # noqa: B007
+        advance = counted(bar, "generations", len(lengths) * (len(parsed) + 1) * (options.rounds + 1))
+        for timings in measure(loaded, prompts, parsed, options.output_tokens, options.rounds):  # noqa: B007
             advance()
     rows = [timing.to_json() for timing in timings if timing.rounds or timing.error]
     if not rows:
         raise KeyboardInterrupt
     result = {
-        "model": model.called,
+        "model": options.source.called,
         "device": str(loaded.device),
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "rounds": rounds,
-        "output_tokens": output_tokens,
+        "rounds": options.rounds,
+        "output_tokens": options.output_tokens,
         "rows": rows,
     }
-    output(result, json_file, lambda: _print(result))
+    output(result, options.json_file, lambda: _print(result))
     ending.say("before the last round")
     if any(timing.error for timing in timings):
         raise Exit(1)
@@ -162,7 +166,6 @@ class _Span(NamedTuple):
 
 
 def _span(row: LatencyRow, full: LatencyRow, ratio: Callable[[LatencyRow, LatencyRow], float]) -> _Span:
-    """Return a ratio of a recipe's rounds to those of the full cache, one by one."""
     ratios = [
         ratio(recipe_round, full_round) for recipe_round, full_round in zip(row["rounds"], full["rounds"], strict=True)
     ]

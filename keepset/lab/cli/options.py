@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer import Option
@@ -40,34 +41,61 @@ Temperature = Annotated[float, Option(help="0 for greedy decoding.")]
 SamplingSeed = Annotated[int, Option(help="Seed of sampling.")]
 
 
-def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --model, --device and --dtype to a command, which gets them as its parameter `model`.
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The options of a command that loads a model."""
 
-    Scores that are NaN are errors while the command runs, so that it shows no choice that was made by them.
+    model: Model = None
+    device: Device = None
+    dtype: Dtype = None
+
+    @property
+    def source(self) -> Source:
+        """The model to load."""
+        return Source(self.model, self.device, self.dtype)
+
+
+def takes_options(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Make options of the fields of a dataclass, which is a command's parameter.
+
+    The types of fields say what the help shows. --model, --device and --dtype come last. Scores that are NaN are errors
+    while a command with these runs, so that it shows no choice that was made by them.
     """
-    signature = inspect.signature(command, eval_str=True)
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in (("model", Model), ("device", Device), ("dtype", Dtype))
+    (kind,) = (hint for name, hint in get_type_hints(command).items() if name != "return")
+    hints = get_type_hints(kind, include_extras=True)
+    of_model = {field.name for field in fields(ModelOptions)} if issubclass(kind, ModelOptions) else ()
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in sorted(fields(kind), key=lambda field: field.name in of_model)
     ]
-    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "model"]
 
     @wraps(command)
-    def called(
-        model: str | None = None, device: str | None = None, dtype: str | None = None, **keyword_arguments: Any
-    ) -> None:
+    def called(**given: Any) -> None:
+        options = kind(**given)
+        if not of_model:
+            return command(options)
         from keepset.core.select import nan_scores_refused
 
         with nan_scores_refused():
-            command(model=Source(model, device, dtype), **keyword_arguments)
+            command(options)
 
-    called.__signature__ = signature.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, *options)}
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
 
 
 def group(name: str, about: str) -> typer.Typer:
-    """Make a group of commands."""
+    """Make a group of commands.
+
+    Args:
+        name: the group's name.
+        about: its help.
+    """
     commands = typer.Typer(name=name, help=about, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
     commands.callback()(lambda: None)  # keeps the name where a group has a single command
     return commands

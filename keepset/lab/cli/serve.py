@@ -8,8 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from keepset.lab.cli.checks import say_of_all_prompts
 from keepset.lab.cli.console import note
-from keepset.lab.cli.recipe_notes import say_of_all_prompts
 
 
 def serve(

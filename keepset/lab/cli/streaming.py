@@ -42,7 +42,15 @@ class Sampling:
 
 
 def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampling: Sampling) -> tuple[list[int], str]:
-    """Generate on a cache, and print the text while it is generated."""
+    """Generate on a cache, and print the text while it is generated.
+
+    Args:
+        model: the model.
+        tokenizer: the model's tokenizer.
+        inputs: the model's inputs, with the prompt's token ids.
+        cache: any cache of transformers', empty or with the tokens before the prompt.
+        sampling: how many tokens are generated, and how.
+    """
     import torch
     from transformers import LogitsProcessorList
 

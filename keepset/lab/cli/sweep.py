@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,26 +19,15 @@ from keepset.models import context_length
 
 if TYPE_CHECKING:
     from keepset.lab.record import Record
-    from keepset.lab.sweep.prompts import Mode
-    from keepset.lab.sweep.sweep import Cost, Skipped, SweepGrid
+    from keepset.lab.sweep.engine import Skipped
+    from keepset.lab.sweep.prompts import Asking
+    from keepset.lab.sweep.sweep import Cost, SweepGrid
     from keepset.lab.tasks.task import Task
 
 _CHAT = "chat template"
 
 Foretell = Callable[["Cost"], None]
 """Called with what all cells take, before the first of them is made."""
-
-
-@dataclass(frozen=True)
-class Asking:
-    """How every candidate is asked, see `Runner`; `answer_tokens` is None for each task's own number."""
-
-    mode: Mode = "prompt"
-    chat: bool = True
-    temperature: float = 0.0
-    answer_tokens: int | None = None
-    alone: bool = False
-
 
 Swept = tuple[Sequence["Record"], Sequence["Skipped"]]
 """The cells that were asked for, in the order of tasks and candidates, and those that could not be made."""
@@ -71,22 +60,22 @@ def sweep_grid(
     Raises:
         KeepsetError: the file cannot be used, another process adds to it, or a task does not fit the model.
     """
-    if asking.answer_tokens is not None:
+    if grid.answer_tokens is not None:
         for task in grid.tasks:
-            task.generation = replace(task.generation, tokens=asking.answer_tokens)
+            task.generation = replace(task.generation, tokens=grid.answer_tokens)
     settings: dict[str, Any] = {
         "--limit": grid.limit,
         "--sample": grid.sample,
         "--mode": asking.mode,
         "--temperature": asking.temperature,
-        "--output-tokens": asking.answer_tokens,
+        "--output-tokens": grid.answer_tokens,
         **({"answers one by one": True} if asking.alone else {}),
     }
     if (finished := _finished(out, grid, source, asking.chat, settings)) is not None:
         return finished
     from keepset.contexts.fingerprint import fingerprint
     from keepset.lab.sweep import sweep
-    from keepset.lab.sweep.runner import Runner
+    from keepset.lab.sweep.engine import Engine
     from keepset.lab.sweep.store import Store
 
     # With Ray it is the workers' GPUs that compute.
@@ -94,15 +83,13 @@ def sweep_grid(
     _check_lengths(grid.tasks, context_length(loaded))
     if complete:
         check_measured(loaded, (candidate.recipe for group in grid.candidates.values() for candidate in group))
-    chat = asking.chat and tokenizer.chat_template is not None
-    runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
-    runner |= {"alone": True} if asking.alone else {}
-    configuration = {**settings, _CHAT: chat, **fingerprint(loaded)}
+    asking = replace(asking, chat=asking.chat and tokenizer.chat_template is not None)
+    configuration = {**settings, _CHAT: asking.chat, **fingerprint(loaded)}
     with Store.begin(out, source.called, configuration) as store:
         with status("making examples"):
-            groups = grid.groups(store, tokenizer)
-        foretell(sweep.cost(groups, tokenizer, asking.mode, chat))
-        left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
+            portions = grid.portions(store, tokenizer)
+        foretell(sweep.cost(portions, tokenizer, asking))
+        left, total = sweep.unfinished(portions, store.done()), sweep.count(portions)
         try:
             with progress() as bar:
                 advance = counted(bar, "cells", total, total - sweep.count(left))
@@ -110,12 +97,12 @@ def sweep_grid(
                     from keepset.lab.sweep import ray_sweep
 
                     nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
-                    make = ray_sweep.RunnerSource(source, tuple(runner.items()))
+                    make = ray_sweep.EngineSource(source, asking)
                     lost = ray_sweep.run(store, left, make, nbytes, advance)
                 else:
-                    lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)
+                    lost = sweep.run(store, left, Engine(loaded, tokenizer, asking), advance)
         except KeyboardInterrupt:
-            done = total - sweep.count(sweep.unfinished(groups, store.done()))
+            done = total - sweep.count(sweep.unfinished(portions, store.done()))
             many = f"{done} of {total} cells, which are in {str(out)!r}: the same command goes on"
             note(f"stopped after {many}" if done else f"stopped before one of {total} cells was made")
             raise Exit(130) from None
@@ -123,7 +110,6 @@ def sweep_grid(
 
 
 def _check_lengths(tasks: Iterable[Task], longest: int | None) -> None:
-    """Refuse tasks whose prompts are longer than the model's context, if it is known."""
     for task in tasks:
         if longest is not None and getattr(task, "length", 0) > longest:
             raise KeepsetError(
@@ -132,7 +118,15 @@ def _check_lengths(tasks: Iterable[Task], longest: int | None) -> None:
 
 
 def _finished(out: Path, grid: SweepGrid, source: Source, chat: bool, settings: dict[str, Any]) -> Swept | None:
-    """Return the cells if the file has all of them; refuse a file that cannot be gone on with."""
+    """Return the cells if the file has all of them; else refuse a file that cannot be gone on with.
+
+    Args:
+        out: the sweep's file.
+        grid: the cells that are asked for.
+        source: the model.
+        chat: whether prompts are chats.
+        settings: the settings that the file must have.
+    """
     from keepset.lab.sweep.store import Store, check_free
 
     if not out.exists() or not out.stat().st_size:

@@ -1,5 +1,6 @@
 """`keepset tune`: which recipe suits a text."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,8 +9,7 @@ from typer import Option
 from keepset.errors import BudgetError, KeepsetError
 from keepset.lab.cli.checks import check_whole, check_writable, note_few_entries, offered_recipes, parse_budgets
 from keepset.lab.cli.console import interruptible, load, output, progress, say, show_table
-from keepset.lab.cli.options import Json, Recipes, takes_model
-from keepset.lab.embedded import Source
+from keepset.lab.cli.options import Json, ModelOptions, Recipes, takes_options
 from keepset.lab.report.table import Column, Line, Table, decimals, megabytes, percent, times, whole_percent
 from keepset.lab.texts import read
 from keepset.models import context_length
@@ -17,20 +17,24 @@ from keepset.models import context_length
 _NATS = decimals(4)
 
 
-@takes_model
-def tune(
-    model: Source,
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(ModelOptions):
+    """Options of `keepset tune`."""
+
     text: Annotated[
         list[Path],
         Option(metavar="<path>", help="A UTF-8 text file like those that you use; may be given several times."),
-    ],
-    recipes: Recipes = None,
+    ]
+    recipes: Recipes = None
     budget: Annotated[
         str, Option(help="A share of a full 16-bit cache's bytes, or entries per KV head (a whole number).")
-    ] = "0.25",
-    seed: Annotated[int, Option(help="Seed of the order of pieces.")] = 0,
-    json_file: Json = None,
-) -> None:
+    ] = "0.25"
+    seed: Annotated[int, Option(help="Seed of the order of pieces.")] = 0
+    json_file: Json = None
+
+
+@takes_options
+def tune(options: TuneOptions) -> None:
     """Find the recipe that suits your text.
 
     Recipes without budgets compete under one budget. The text is cut into pieces. All recipes are measured on a few of
@@ -39,17 +43,19 @@ def tune(
     """
     from keepset.recipe import Recipe
 
-    parsed = [] if recipes is None else Recipe.parse_list(recipes)
-    budgets = parse_budgets(budget)
+    parsed = [] if options.recipes is None else Recipe.parse_list(options.recipes)
+    budgets = parse_budgets(options.budget)
     note_few_entries(budgets)
     if len(budgets) > 1:
-        raise BudgetError(f"--budget {budget!r} has several values: give one, under which all recipes are compared.")
-    check_whole(2**63, seed=(seed, 0))
-    for path in text:
-        if [file.resolve() for file in text].count(path.resolve()) > 1:
+        raise BudgetError(
+            f"--budget {options.budget!r} has several values: give one, under which all recipes are compared."
+        )
+    check_whole(2**63, seed=(options.seed, 0))
+    for path in options.text:
+        if [file.resolve() for file in options.text].count(path.resolve()) > 1:
             raise KeepsetError(f"{str(path)!r} is given twice: give each text once.")
-    sources = [read(path) for path in text]
-    check_writable(json_file)
+    sources = [read(path) for path in options.text]
+    check_writable(options.json_file)
 
     from keepset.lab.tune import Tuner, cut
 
@@ -62,17 +68,19 @@ def tune(
         bar.update(line, description=description, total=race.planned, completed=race.done)
 
     with interruptible() as ending:
-        loaded, tokenizer = load(model)
-        pieces = cut(tokenizer, sources, longest=context_length(loaded), seed=seed)
+        loaded, tokenizer = load(options.source)
+        pieces = cut(tokenizer, sources, longest=context_length(loaded), seed=options.seed)
         with progress("checking which recipes the model takes") as bar:
-            tuner = Tuner(loaded, pieces, parsed or offered_recipes(loaded), budgets[0], model.called, show_progress)
+            tuner = Tuner(
+                loaded, pieces, parsed or offered_recipes(loaded), budgets[0], options.source.called, show_progress
+            )
             line = bar.add_task("")
             show_progress()
             tuner.run()
     if tuner is None or not any(entry.figures for entry in tuner.race.entries):
         raise KeyboardInterrupt
     result = tuner.to_json()
-    output(result, json_file, lambda: print_result(result))
+    output(result, options.json_file, lambda: print_result(result))
     ending.say(f"in round {result['round']} of {result['rounds']}")
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from typer import Option
 
 from keepset.errors import KeepsetError
-from keepset.lab.cli.checks import offered_recipes
+from keepset.lab.cli.checks import offered_recipes, say_networks
 from keepset.lab.cli.console import load, note, say
-from keepset.lab.cli.options import takes_model
-from keepset.lab.cli.recipe_notes import say_networks
-from keepset.lab.embedded import Source
+from keepset.lab.cli.options import ModelOptions, takes_options
 from keepset.lab.texts import NEEDLE, essay, insert
 from keepset.models import load_processor
 
@@ -20,39 +19,46 @@ _CHARACTERS = 2400
 """Characters of the essay that the page opens with."""
 
 
-@takes_model
-def ui(model: Source, port: Annotated[int, Option(help="Port on 127.0.0.1; 0 for any free one.")] = 8765) -> None:
+@dataclass(frozen=True, kw_only=True)
+class UiOptions(ModelOptions):
+    """Options of `keepset ui`."""
+
+    port: Annotated[int, Option(help="Port on 127.0.0.1; 0 for any free one.")] = 8765
+
+
+@takes_options
+def ui(options: UiOptions) -> None:
     """Open a playground in the browser.
 
     A page on this machine shows what a recipe keeps of a text, and of an image before it if the model looks at images,
     and what the full and the compressed cache answer. One run at a time; Ctrl-C ends it.
     """
-    if not 0 <= port < 2**16:
-        raise KeepsetError(f"--port {port} is out of range: use a number from 0 to {2**16 - 1}.")
+    if not 0 <= options.port < 2**16:
+        raise KeepsetError(f"--port {options.port} is out of range: use a number from 0 to {2**16 - 1}.")
 
     from keepset.lab.ui.playground import IMAGE_BYTES, Playground
     from keepset.lab.ui.server import HOST, PlaygroundServer
 
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(options.source)
     recipes = [str(recipe) for recipe in offered_recipes(loaded)]
     processor = _processor(loaded)
-    playground = Playground(loaded, tokenizer, model.name, processor)
+    playground = Playground(loaded, tokenizer, options.source.name, processor)
     try:
         text, question = insert(essay()[:_CHARACTERS], NEEDLE, 0.5), NEEDLE.question
     except KeepsetError:  # the essays are not installed: the page begins empty
         text = question = ""
     methods = [name for name in _methods(loaded) if name not in recipes]
     facts = {
-        "model": model.called,
+        "model": options.source.called,
         "text": text,
         "question": question,
         "recipes": recipes,
         "methods": methods,
         "image": 0 if processor is None else IMAGE_BYTES,
     }
-    with PlaygroundServer(port, playground, facts) as server:
+    with PlaygroundServer(options.port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")
-        say_networks(loaded, model.called)
+        say_networks(loaded, options.source.called)
         note("Ctrl-C ends it.")
         server.serve_forever()
 

@@ -104,7 +104,12 @@ class Comparer(ABC):
 
     @abstractmethod
     def _measure(self, record: Record, recipe: Recipe) -> tuple[Record, Bool[Tensor, "layers kv_heads tokens"]]:
-        """Return the record with the recipe's figures, and which tokens stayed; a `KeepsetError` becomes its error."""
+        """Measure a recipe; a `KeepsetError` becomes its record's error.
+
+        Args:
+            record: the record without figures.
+            recipe: the recipe.
+        """
 
 
 _PART = 256
@@ -112,7 +117,12 @@ _PART = 256
 
 
 def kl(full: Float[Tensor, "n vocabulary"], compressed: Float[Tensor, "n vocabulary"]) -> Float[Tensor, " n"]:
-    """Return KL(full || compressed) after every token in nats, `[n]`."""
+    """Return KL(full || compressed) after every token in nats, `[n]`.
+
+    Args:
+        full: the full cache's logits.
+        compressed: the compressed cache's logits after the same tokens.
+    """
     parts = zip(full.split(_PART), compressed.split(_PART), strict=True)
     return torch.cat(
         [
@@ -123,7 +133,12 @@ def kl(full: Float[Tensor, "n vocabulary"], compressed: Float[Tensor, "n vocabul
 
 
 def nll(logits: Float[Tensor, "n vocabulary"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n_less_one"]:
-    """Return the negative log-likelihood of every token but the first, which the prompt predicts the same way."""
+    """Return the negative log-likelihood of every token but the first, which the prompt predicts the same way.
+
+    Args:
+        logits: the logits after each token.
+        tokens: the tokens.
+    """
     parts = zip(logits[:-1].split(_PART), tokens[1:].split(_PART), strict=True)
     return torch.cat([F.cross_entropy(a.float(), b, reduction="none") for a, b in parts])
 

@@ -30,10 +30,14 @@ DRIFT_TOKENS = 256
 
 
 def feed_slices(tokens: int, every: int | None) -> list[slice]:
-    """Return the parts in which `tokens` after the prompt can be fed with the same result as token by token.
+    """Return the parts in which a text can be fed with the same result as token by token.
 
     A part ends at each event and one token before it, where a cache is largest. No part is longer than the step by
-    which a store grows, so a cache allocates as for single tokens. `every` is None if there are no events.
+    which a store grows, so a cache allocates as for single tokens.
+
+    Args:
+        tokens: tokens of the text after the prompt.
+        every: tokens between two events; None if there are none.
     """
     every = every or tokens
     ends = {
@@ -137,7 +141,6 @@ class DecodeComparer(Comparer):
         return replace(record, figures=figures, curves=curves), kept
 
     def _speed(self, cache: Any, run: _Run) -> float:
-        """Return tokens per second at the end of the text, fed one at a time."""
         _, seconds = greedy(self._model, cache, run.logits[-1].argmax()[None, None], ANSWER_TOKENS)
         return ANSWER_TOKENS / seconds
 

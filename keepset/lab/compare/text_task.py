@@ -120,7 +120,16 @@ def make_text_task(
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
-    """Raise `KeepsetError` if a prompt and the tokens after it exceed the model's context, if that is known."""
+    """Refuse a prompt that does not fit the model's context, together with the tokens after it.
+
+    Args:
+        tokens: tokens of the prompt.
+        after: tokens after it.
+        longest: tokens of the model's context; None if unknown.
+
+    Raises:
+        KeepsetError: it does not fit.
+    """
     if longest is not None and tokens + after > longest:
         raise KeepsetError(
             f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "
@@ -129,7 +138,6 @@ def check_fits(tokens: int, after: int, longest: int | None) -> None:
 
 
 def _prompt(tokenizer: Any, text: str, needle: Needle | None, pictured: Pictured | None) -> dict[str, Tensor]:
-    """Return a model's inputs for a text, and the images before it."""
     special = bool(text) and needle is None
     # An empty text serves to count the tokens around the text, which include the inserted sentence.
     text = f"{needle.sentence} " if needle is not None and not text else text

@@ -181,6 +181,11 @@ def _shape(model: PreTrainedModel, pool: ContextPool, settings: CompileSettings)
 
     With the global mean, the utility of an entry is the same for all query heads that share its KV head, so they share
     a weight. Otherwise each query head has its own.
+
+    Args:
+        model: the model.
+        pool: contexts, of which one token is run.
+        settings: the settings, with the method.
     """
     session = PromptSession(model, pool.contexts[0].ids[None, :1].to(model.device), [Recipe.of(settings.method)])
     observations = session.prefill().observations
@@ -215,7 +220,6 @@ def _try_actions(
     deciding: int,
     stage: Stage,
 ) -> None:
-    """Try all actions of contexts that are not logged yet, and log their rewards."""
     layers, heads = tables.weights.shape[1:]
     kinds = {
         "head": (HEAD_ROWS, layers * deciding, torch.tensor(settings.weights, dtype=torch.float32)),
@@ -251,7 +255,14 @@ def _shuffled(work: Sequence[Work]) -> list[Work]:
 def _head_table(
     rows: Sequence[Trial], settings: CompileSettings, layers: int, deciding: int
 ) -> tuple[Float[Tensor, "budgets layers deciding"], list[dict[str, float]]]:
-    """Learn the weight of highest value (equation 9) for each state (l, h, B)."""
+    """Learn the weight of highest value (equation 9) for each state (l, h, B).
+
+    Args:
+        rows: all trials.
+        settings: the settings.
+        layers: layers of the table.
+        deciding: heads of a layer with their own weight.
+    """
     actions, rewards, budgets = _arrays(rows, "head", settings)
     decisions = layers * deciding
     every = torch.arange(len(settings.budgets))[:, None] * decisions + torch.arange(decisions)
@@ -271,7 +282,14 @@ def _head_table(
 def _gate_table(
     rows: Sequence[Trial], settings: CompileSettings, layers: int, where: dict[str, int]
 ) -> tuple[Float[Tensor, "budgets layers 20 4"], list[dict[str, float]]]:
-    """Learn the threshold of highest value for each state (l, b_ent, b_ppl, B)."""
+    """Learn the threshold of highest value for each state (l, b_ent, b_ppl, B).
+
+    Args:
+        rows: all trials.
+        settings: the settings.
+        layers: layers of the table.
+        where: the bin of each context, by its name.
+    """
     actions, rewards, budgets = _arrays(rows, "gate", settings)
     cell = torch.tensor([where[row.context] for row in rows if row.kind == "gate"], dtype=torch.long)
     shape = len(settings.budgets), layers, ENTROPY_BINS * PERPLEXITY_BINS
@@ -295,6 +313,11 @@ def _arrays(
 
     The mean over context and budget is subtracted from rewards, because it depends on no action. The rewards of a
     budget are then divided by their standard deviation.
+
+    Args:
+        rows: all trials.
+        kind: `head` or `gate`, the table.
+        settings: the settings, with the budgets.
     """
     chosen = [row for row in rows if row.kind == kind]
     actions = torch.tensor([list(row.actions) for row in chosen], dtype=torch.long)
@@ -318,6 +341,10 @@ def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
 
     Bins of entropy have equal width in nats; bins of perplexity have equal width of its logarithm. The paper gives the
     number of bins but not their edges.
+
+    Args:
+        tables: tables without bins.
+        risks: entropy and perplexity of each context.
     """
     entropy = _edges(risks[:, 0], ENTROPY_BINS)
     perplexity = _edges(risks[:, 1].log(), PERPLEXITY_BINS).exp()
@@ -325,13 +352,23 @@ def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
 
 
 def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
-    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity."""
+    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity.
+
+    Args:
+        tables: tables with bins.
+        risks: entropy and perplexity of each context.
+    """
     of_entropy, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
     return of_entropy * PERPLEXITY_BINS + of_perplexity
 
 
 def stratified(bins: Sequence[int], count: int) -> list[int]:
-    """Return the rising indices of `count` contexts: one of every bin, then a second of each, and so on."""
+    """Return the rising indices of some contexts: one of every bin, then a second of each, and so on.
+
+    Args:
+        bins: the bin of each context.
+        count: how many contexts to take.
+    """
     rounds: dict[int, int] = {}
     turns = []
     for index, bin_ in enumerate(bins):

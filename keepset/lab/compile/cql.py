@@ -90,6 +90,12 @@ def draw(count: int, decisions: int, actions: int, seed: str) -> Int[Tensor, "co
 
     Every action of a decision is equally likely, and occurs equally often if `count` allows it. The rows of its
     occurrence are independent between decisions. The probability of any single action is 1 / `actions`.
+
+    Args:
+        count: how many joint actions to draw.
+        decisions: decisions of a joint action.
+        actions: possible actions of a decision.
+        seed: the seed of the draw.
     """
     chance = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
     permutations = torch.rand(count, decisions, generator=chance, dtype=torch.float32).argsort(0)

@@ -60,7 +60,12 @@ class Judge:
         self.risk = float(entropy.nan_to_num(torch.inf)), float(perplexity.nan_to_num(torch.inf))
 
     def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
-        """Return the value of compressing to `keep` entries per KV head with these tables; to fewer if elastic.
+        """Return the value of compressing with these tables.
+
+        Args:
+            tables: the tables.
+            keep: entries per KV head.
+            elastic: whether thresholds may keep fewer entries.
 
         Raises:
             KeepsetError: the model's logits are not finite.

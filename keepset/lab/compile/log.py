@@ -109,7 +109,12 @@ class Log:
             return {name: (entropy, perplexity) for name, entropy, perplexity in rows}
 
     def add_risk(self, name: str, risk: tuple[float, float]) -> None:
-        """Add a context's entropy and perplexity."""
+        """Add a context's entropy and perplexity.
+
+        Args:
+            name: the context's name.
+            risk: entropy and perplexity.
+        """
         self._insert("contexts", (name, *risk))
 
     @property

@@ -60,7 +60,12 @@ def _entry(name: str, fields: Mapping[str, Any], paper: Mapping[str, Any]) -> En
 
 
 def _sweeps(data: Mapping[str, Any], paper: Mapping[str, Any]) -> Iterator[Sweep]:
-    """Yield the sweep of each mode, with the mode in its names; or a single sweep if there are no modes."""
+    """Yield the sweep of each mode, with the mode in its names; or a single sweep if there are no modes.
+
+    Args:
+        data: a sweep in the file.
+        paper: the whole file, with what its sweeps share.
+    """
     fields = {**paper.get("settings", {}), **data}
     schedule, methods, modes = Schedule(**fields.pop("schedule", {})), fields.pop("methods"), fields.pop("modes", None)
     if isinstance(methods, list):
@@ -82,9 +87,11 @@ def _measure(function: str, takes: str, **settings: Any) -> Callable[..., list[M
 def _published(blocks: Sequence[Mapping[str, Any]], models: Sequence[str]) -> dict[str, dict[FigureKey, float]]:
     """Return the paper's figures by model.
 
-    A block has a row of figures for each method: for every model, task, metric and budget, the last changing fastest.
-    Rows of `full` have no budget. A metric has a scale, by which the paper's figures are divided to get keepset's
-    units.
+    Args:
+        blocks: the paper's tables. One has a row of figures for each method: for every model, task, metric and budget,
+            the last changing fastest. Rows of `full` have no budget. A metric has a scale, by which the paper's figures
+            are divided to get keepset's units.
+        models: the models of blocks that name none.
     """
     published: dict[str, dict[FigureKey, float]] = {}
     for block in blocks:

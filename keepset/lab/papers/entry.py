@@ -68,7 +68,7 @@ class MeasuredFigure:
 
 
 @dataclass(frozen=True)
-class Options:
+class PaperOptions:
     """Settings of a user that replace the paper's; None or empty for the paper's own.
 
     `files` are the model's statistics and tables that recipes name in braces.
@@ -108,7 +108,7 @@ class Sweep:
         answer_tokens: the longest answer in tokens, by task; the task's own for tasks that are not named.
         limit, sample: examples of each task; see `Grid`.
         by: facts of the examples, such as `level`; each value of a fact gets separate figures.
-        mode, alone: see `Runner`.
+        mode, alone: see `Asking`.
         differences: pairs of methods by the paper's names of their difference: the first less the second.
         solved_by, missed_by: methods. Only examples count that the first answers correctly and the second wrongly under
             the same budget.
@@ -175,7 +175,7 @@ class Entry:
     title: str
     models: tuple[str, ...]
     sweeps: tuple[Sweep, ...] = ()
-    measure: Callable[[PreTrainedModel, Tokenizer, Options], Sequence[MeasuredFigure]] | None = None
+    measure: Callable[[PreTrainedModel, Tokenizer, PaperOptions], Sequence[MeasuredFigure]] | None = None
     takes: str = ""
     published: Mapping[str, Mapping[FigureKey, float]] = field(default_factory=dict)
     note: str = ""
@@ -203,8 +203,12 @@ class Entry:
         return f"needs {'; '.join(needs)}"
 
 
-def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
+def grid_of(sweep: Sweep, options: PaperOptions) -> SweepGrid:
     """Return the tasks and recipes of a paper's sweep, with the user's replacements.
+
+    Args:
+        sweep: the paper's sweep.
+        options: the user's replacements.
 
     Raises:
         KeepsetError: if a task is unknown or an option out of range.
@@ -216,7 +220,9 @@ def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
             task.generation = replace(task.generation, tokens=tokens)
     candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
     limit, sample = (sweep.limit, sweep.sample) if options.limit is None else (options.limit, None)
-    return SweepGrid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
+    return SweepGrid(
+        tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample, options.answer_tokens
+    )
 
 
 def count_idle(grid: SweepGrid) -> dict[str, int]:
@@ -238,7 +244,9 @@ def count_idle(grid: SweepGrid) -> dict[str, int]:
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
     """Return the recipe of a text that may name files of the model in braces, such as `triattention(stats={stats})`.
 
-    A missing file becomes an empty path, which means the model's own file.
+    Args:
+        text: the text.
+        files: the files by name. A missing one becomes an empty path, which means the model's own file.
     """
     named = defaultdict(lambda: "''", {name: repr(str(path)) for name, path in files.items()})
     return Recipe.parse(text.format_map(named))

@@ -22,7 +22,12 @@ def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path])
     """Return the figures of a sweep: for every task, method, budget and metric, then for all tasks together.
 
     An example on which a recipe failed counts as not answered in a score, and is left out of a cost. Each value of the
-    facts `sweep.by` also gets figures, if examples have the fact. `files` are the model's; see `recipe_of`.
+    facts `sweep.by` also gets figures, if examples have the fact.
+
+    Args:
+        sweep: the paper's sweep.
+        cells: its records.
+        files: the model's files; see `recipe_of`.
     """
     lines, rows = sweep.lines(files), list[MeasuredFigure]()
     if sweep.solved_by:
@@ -54,7 +59,13 @@ def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path])
 def _told_apart(
     sweep: Sweep, cells: Sequence[Record], lines: Sequence[SweepLine]
 ) -> tuple[list[Record], list[MeasuredFigure]]:
-    """Return the cells of examples that one method solves and another misses under one budget, and their counts."""
+    """Return the cells of examples that one method solves and another misses, and the counts of such examples.
+
+    Args:
+        sweep: names the two methods.
+        cells: all cells.
+        lines: the methods under their budgets.
+    """
     kept: list[Record] = []
     rows = []
     texts = {(line.method, line.keep): line.candidate.text for line in lines}
@@ -75,7 +86,6 @@ def _told_apart(
 
 
 def _differences(sweep: Sweep, rows: Sequence[MeasuredFigure]) -> Iterator[MeasuredFigure]:
-    """Yield the differences of two methods' figures of one task and metric, under the same budget."""
     figures = {(row.key.method, row.key.keep): row for row in rows if row.figure is not None}
     for name, (minuend, subtrahend) in sweep.differences.items():
         for (method, keep), row in figures.items():
@@ -88,7 +98,12 @@ def _differences(sweep: Sweep, rows: Sequence[MeasuredFigure]) -> Iterator[Measu
 def averages_over_models(
     published: Mapping[FigureKey, float], models: Sequence[Sequence[MeasuredFigure]]
 ) -> list[MeasuredFigure]:
-    """Return the mean over models, and over the modes of a task, for each of the paper's; None if a model lacks one."""
+    """Return the mean over models, and over the modes of a task, for each of a paper's means.
+
+    Args:
+        published: the paper's means.
+        models: the figures of each model; a mean is None if a model lacks one.
+    """
     rows = []
     for key in published:
         by_model = [
@@ -135,7 +150,14 @@ def _average(together: str, rows: Sequence[MeasuredFigure], tasks: int) -> Measu
 def _over_budgets(
     together: str, sweep: Sweep, cells: Sequence[Record], lines: Sequence[SweepLine]
 ) -> Iterator[MeasuredFigure]:
-    """Yield figures of curves over all budgets: of a benchmark's tasks at one length, or of a single task."""
+    """Yield figures of curves over all budgets: of a benchmark's tasks at one length, or of a single task.
+
+    Args:
+        together: the table's name for all tasks.
+        sweep: the paper's sweep.
+        cells: its records.
+        lines: the methods under their budgets.
+    """
     metrics = [metric for metric in sweep.metrics if metric in CURVES]
     if not metrics:
         return
@@ -174,7 +196,6 @@ def _measured(row: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None, metric: str) -> str:
-    """Return a number as text: a fraction in percent, bytes in units of 10^6."""
     if value is None:
         return ""
     if metric.endswith("_bytes"):

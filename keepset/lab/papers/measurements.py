@@ -13,7 +13,7 @@ from keepset.lab.analysis.intervals import Figure, of_mean
 from keepset.lab.analysis.synthetic import Agreement, Gaussianity, hidden_gaussianity, next_query
 from keepset.lab.corpus import default_texts
 from keepset.lab.latency import Timing, latency
-from keepset.lab.papers.entry import FigureKey, MeasuredFigure, Options, recipe_of
+from keepset.lab.papers.entry import FigureKey, MeasuredFigure, PaperOptions, recipe_of
 from keepset.lab.tasks.task import Tokenizer
 from keepset.lab.texts import essay, essays
 from keepset.methods.gvote import GVote
@@ -23,24 +23,38 @@ _CHARACTERS = 8
 
 
 def hidden_states(
-    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int
+    model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions, *, length: int
 ) -> list[MeasuredFigure]:
-    """Measure how near each channel of the hidden states is to a normal distribution along texts of `length` tokens."""
+    """Measure how near each channel of the hidden states is to a normal distribution along texts.
+
+    Args:
+        model: the model.
+        tokenizer: the model's tokenizer.
+        options: the user's replacements.
+        length: tokens of a text.
+    """
     skip = GVote().skip
     texts = [hidden_gaussianity(model, ids.to(model.device), skip) for ids in _essays(tokenizer, options, length)]
     return _by_layer(texts, "hidden states")
 
 
 def synthetic_queries(
-    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int
+    model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions, *, length: int
 ) -> list[MeasuredFigure]:
-    """Measure how one synthesized query agrees with that of the last, masked token of texts of `length` tokens."""
+    """Measure how one synthesized query agrees with that of the last, masked token of texts.
+
+    Args:
+        model: the model.
+        tokenizer: the model's tokenizer.
+        options: the user's replacements.
+        length: tokens of a text.
+    """
     method = GVote(samples=1, seed=options.seed)
     texts = [next_query(model, method, ids.to(model.device)) for ids in _essays(tokenizer, options, length)]
     return _by_layer(texts, "GVote")
 
 
-def _essays(tokenizer: Tokenizer, options: Options, length: int) -> Iterator[Int[Tensor, "1 tokens"]]:
+def _essays(tokenizer: Tokenizer, options: PaperOptions, length: int) -> Iterator[Int[Tensor, "1 tokens"]]:
     """Yield the beginnings of essays, the longest essay first; a shorter essay is whole."""
     length = options.lengths[0] if options.lengths else length
     names = sorted(essays(), key=lambda name: -len(essay(name)))
@@ -65,7 +79,7 @@ def _by_layer(
 def generation_costs(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    options: Options,
+    options: PaperOptions,
     *,
     full: str,
     methods: Mapping[str, str],
@@ -122,8 +136,13 @@ def _paper_units(timing: Timing) -> dict[str, float | None]:
     }
 
 
-def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> list[MeasuredFigure]:
-    """Return the mean weight of a table's heads, and the share of heads below 1, layer by layer."""
+def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions) -> list[MeasuredFigure]:
+    """Return the mean weight of a table's heads, and the share of heads below 1, layer by layer.
+
+    Args:
+        model, tokenizer: not used.
+        options: names the file of tables.
+    """
     tables, rows = _tables(options), []
     for name, of_head in (("weight", tables.weights), ("heads below 1", (tables.weights < 1).float())):
         for layer, of_layer in enumerate(of_head.mean(2).T.tolist(), 1):
@@ -131,8 +150,13 @@ def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: Options)
     return rows
 
 
-def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> list[MeasuredFigure]:
-    """Return a table's mean threshold over all layers, for each bin of either risk."""
+def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: PaperOptions) -> list[MeasuredFigure]:
+    """Return a table's mean threshold over all layers, for each bin of either risk.
+
+    Args:
+        model, tokenizer: not used.
+        options: names the file of tables.
+    """
     tables, rows = _tables(options), []
     of_bin = tables.gate.mean(1)
     for risk, means in (("perplexity", of_bin.mean(1)), ("entropy", of_bin.mean(2))):
@@ -141,7 +165,7 @@ def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -
     return rows
 
 
-def _tables(options: Options) -> Tables:
+def _tables(options: PaperOptions) -> Tables:
     if "tables" not in options.files:
         raise KeepsetError(
             "This figure shows a model's tables: give a file with --tables, made by "

@@ -106,7 +106,13 @@ _COLUMNS = [
 
 
 def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str = "") -> str:
-    """Return the page of a comparison, which opens with a conclusion and shades `tokens` (see `token_texts`)."""
+    """Return the page of a comparison.
+
+    Args:
+        comparison: the records.
+        tokens: the text of each token, which the page shades; see `token_texts`.
+        conclusion: the sentence with which the page opens.
+    """
     rows, full, needle = comparison.rows, comparison.full, comparison.needle
     ran = [record for record in rows if record.error is None]
     shown = [record for group in by_budget(comparison) for record in group if record.figures["keep"] < 1]
@@ -176,7 +182,6 @@ def _methods(comparison: Comparison) -> list[str]:
 
 
 def _fidelity(comparison: Comparison, ran: Sequence[Record]) -> list[Section]:
-    """Return charts of fidelity against bytes, one per metric, and of the drift along a decoded text."""
     if not ran:
         return []
     legend = [plot.entry(method, at) for at, method in enumerate(_methods(comparison))]
@@ -216,7 +221,6 @@ def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]
 
 
 def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
-    """Return the chart of the KL of one part of the text after another, a line per recipe."""
     size = comparison.drift_tokens or 1
     methods, line_counts = _methods(comparison), dict.fromkeys(_methods(comparison), 0)
     drifting = [record for record in ran if len(record.curves.get("kl_drift", ())) > 1]

@@ -86,7 +86,11 @@ def page(
 def choice(name: str, label: str, options: Sequence[tuple[str, Sequence[Section]]], *, radio: bool = False) -> Section:
     """Return a section that shows the sections of one option at a time, initially the first.
 
-    The control has the id `name` and a label before it; with `radio` it is buttons instead of a list.
+    Args:
+        name: the control's id.
+        label: the words before it.
+        options: the options with their sections.
+        radio: whether the control is buttons; else it is a list.
     """
     named = [{"name": text, "sections": list(sections)} for text, sections in options]
     return {"kind": "choice", "id": name, "label": label, "options": named, "radio": radio}
@@ -176,6 +180,10 @@ def _processor() -> str:
 def write(path: Path, html: str) -> None:
     """Write a file so that `path` always holds either the old or the complete new text.
 
+    Args:
+        path: the file.
+        html: its text.
+
     Raises:
         KeepsetError: the path cannot be written to, or is not a regular file.
     """
@@ -208,7 +216,12 @@ def script_json(value: Any) -> str:
 
 
 def finite(value: Any, word: Callable[[float], str | None]) -> Any:
-    """Return a value for JSON, which lacks NaN and infinity: `word` returns their replacement."""
+    """Return a value for JSON, which lacks NaN and infinity.
+
+    Args:
+        value: any value of lists, dictionaries and numbers.
+        word: returns the replacement of a number that is not finite.
+    """
     if isinstance(value, dict):
         return {str(key): finite(item, word) for key, item in value.items()}
     if isinstance(value, list | tuple):

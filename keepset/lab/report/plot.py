@@ -27,7 +27,12 @@ def wrapped(text: str) -> str:
 
 
 def entry(name: str, series: int) -> tuple[str, int, str]:
-    """Return a series' entry in the legend: its name, its colour's number and its symbol."""
+    """Return a series' entry in the legend: its name, its colour's number and its symbol.
+
+    Args:
+        name: the series' name.
+        series: the series' number, from 0.
+    """
     return name, series, MARKS[series % len(MARKS)]
 
 
@@ -101,9 +106,15 @@ def plot(
     height: str = "",
     shapes: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return a chart with the id `name` in the document, of traces made by `line`, and two axes.
+    """Return a chart.
 
-    The height is in CSS, or the style's. Shapes are plotly's, with `stroke` as the name of a colour.
+    Args:
+        name: the chart's id in the document.
+        traces: what is drawn, made by `line`.
+        x: the horizontal axis, made by `axis`.
+        y: the vertical axis.
+        height: the height in CSS; the style's if empty.
+        shapes: plotly's shapes, with `stroke` as the name of a colour.
     """
     layout = {"xaxis": x, "yaxis": y, "shapes": list(shapes)}
     return {"id": name, "traces": list(traces), "layout": layout, "height": height}
@@ -112,5 +123,12 @@ def plot(
 def plots(
     title: str, charts: Sequence[dict[str, Any]], legend: Sequence[tuple[str, int | str, str]] = (), note: str = ""
 ) -> dict[str, Any]:
-    """Return a section of charts side by side, with one legend for all of them."""
+    """Return a section of charts side by side.
+
+    Args:
+        title: the heading.
+        charts: the charts, made by `plot`.
+        legend: one legend for all of them, made by `entry`.
+        note: the words below.
+    """
     return {"kind": "plots", "title": title, "plots": list(charts), "legend": list(legend), "note": note}

@@ -31,7 +31,12 @@ _PEAKS_NOTE = "Peaks are the device's, with weights and all answers that were de
 
 
 def interval(figure: Figure, sign: str = "") -> str:
-    """Return a figure in percent with its interval."""
+    """Return a figure in percent with its interval.
+
+    Args:
+        figure: the figure, a fraction.
+        sign: `+` to show the sign of positive numbers.
+    """
     # A value that rounds to zero is shown without a sign.
     return with_interval(figure.value, figure.low, figure.high, lambda end: f"{round(100 * end, 1) + 0.0:{sign}.1f}")
 
@@ -161,7 +166,13 @@ def terminal_tables(summary: Summary) -> list[tuple[Table, str]]:
 
 
 def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> str:
-    """Return the page of a model's sweep; `configuration` has the settings that all records share, by plain names."""
+    """Return the page of a sweep.
+
+    Args:
+        model: the model's name.
+        configuration: the settings that all records share, by plain names.
+        summary: the figures.
+    """
     # Averages over groups of tasks come first.
     rows = [*summary.averages, *summary.rows]
     methods = [method for method in dict.fromkeys(row.method for row in rows) if method != FULL]
@@ -200,7 +211,6 @@ def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> st
 
 
 def _task(task: str, summary: Summary, methods: Sequence[str]) -> list[Section]:
-    """Return the charts and tables of one task or group of tasks."""
     rows = [row for row in (*summary.averages, *summary.rows) if row.task == task]
     charts = [(name, [_chart(rows, methods, key, title)]) for name, key, title in (
         ("KV cache bytes", "share", "KV cache bytes, share of a full 16-bit cache"),
@@ -242,7 +252,6 @@ _TRADES = (
 
 
 def _chart(rows: Sequence[Row], methods: Sequence[str], axis: str, title: str) -> Section:
-    """Return a chart of scores over the kept share, a line per method, beside the full cache's score."""
     scored = [row for row in rows if row.score is not None and row.means.get(axis) is not None]
     lines = []
     for at, method in enumerate(methods):
@@ -265,7 +274,6 @@ def _chart(rows: Sequence[Row], methods: Sequence[str], axis: str, title: str) -
 
 
 def _point(row: Row, axis: str) -> plot.Point:
-    """Return the score of a row that has one."""
     assert row.score is not None
     failed = f", of which {row.failed} failed" if row.failed else ""
     hover = (

@@ -16,7 +16,12 @@ def integer(value: float) -> str:
 
 
 def decimals(digits: int, suffix: str = "") -> Show:
-    """Return a format with this many decimals."""
+    """Return a format of numbers.
+
+    Args:
+        digits: how many decimals.
+        suffix: what follows the number.
+    """
     return lambda value: f"{value:.{digits}f}{suffix}"
 
 
@@ -52,7 +57,13 @@ def yes(value: bool) -> str:
 
 
 def with_interval(value: float, low: float | None, high: float | None, show: Show) -> str:
-    """Return a figure with its interval in brackets, which may go on in a next line."""
+    """Return a figure with its interval in brackets.
+
+    Args:
+        value: the figure.
+        low, high: the interval's ends; None if unknown.
+        show: returns the text of a number.
+    """
     return show(value) if low is None or high is None else f"{show(value)} ({show(low)}..{show(high)})"
 
 
@@ -134,11 +145,23 @@ class Table:
     fold: bool = False
 
     def add(self, name: str, row: Any, **line: Any) -> None:
-        """Add the line of a row with figures; see `Line` for what else it may have."""
+        """Add the line of a row with figures.
+
+        Args:
+            name: the subject of the line.
+            row: the row, from which columns take their values.
+            line: what else a `Line` may have.
+        """
         self.lines.append(Line(name, [column.cell(row) for column in self.columns], **line))
 
     def section(self, title: str, name: str = "rows", note: str = "") -> dict[str, Any]:
-        """Return the table as a section of a page: its heading, its id and a note below it."""
+        """Return the table as a section of a page.
+
+        Args:
+            title: the heading.
+            name: the section's id.
+            note: the words below the heading.
+        """
         columns = [
             {"title": column.title, "unit": column.unit, "text": column.is_text, "pinned": column.is_pinned}
             for column in self.columns
@@ -149,5 +172,10 @@ class Table:
 
 
 def filled(columns: Iterable[Column], rows: Sequence[Any]) -> list[Column]:
-    """Return the columns in which at least one row has a value."""
+    """Return the columns in which at least one row has a value.
+
+    Args:
+        columns: the columns.
+        rows: the rows.
+    """
     return [column for column in columns if any(column.value(row) is not None for row in rows)]

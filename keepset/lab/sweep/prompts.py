@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from keepset.errors import KeepsetError
-from keepset.lab.tasks.task import Example, Question, Tokenizer
+from keepset.lab.tasks.task import Example, Question, Task, Tokenizer
 from keepset.lab.texts import chat_frame
 
 Mode = Literal["prompt", "agnostic", "task"]
@@ -19,6 +19,23 @@ Mode = Literal["prompt", "agnostic", "task"]
 
 
 @dataclass(frozen=True)
+class Asking:
+    """How every recipe is asked.
+
+    Attributes:
+        mode: which part of an example is compressed, and whether the questions are known by then.
+        chat: whether prompts are chats, in tasks that allow it.
+        temperature: 0 for greedy decoding, or 0.01 to 100.
+        alone: whether answers are decoded one by one, so that seconds and memory belong to a single answer.
+    """
+
+    mode: Mode = "prompt"
+    chat: bool = True
+    temperature: float = 0.0
+    alone: bool = False
+
+
+@dataclass(frozen=True)
 class TokenizedQuestion:
     """A question, its tokens if they follow the compressed prompt, and the tokens of each choice."""
 
@@ -28,7 +45,7 @@ class TokenizedQuestion:
 
 
 @dataclass(frozen=True)
-class EvalPrompt:
+class Prompt:
     """A prompt that is prefilled once, and the questions about it.
 
     Attributes:
@@ -45,7 +62,7 @@ class EvalPrompt:
 
 
 class PromptBuilder:
-    """Makes the prompts of examples.
+    """Makes the prompts of a task's examples.
 
     Context, question and the answer's prefix are one text. It is tokenized as lm-evaluation-harness does: white space
     before a choice belongs to the choice. In the mode `agnostic` each question follows the context's prompt and is
@@ -58,29 +75,29 @@ class PromptBuilder:
 
     Args:
         tokenizer: the model's tokenizer.
-        mode: which part is compressed.
-        chat: whether prompts are chats.
+        task: the task; its `generation` says how long an answer may be.
+        asking: which part is compressed, and whether prompts are chats.
         longest: tokens of the model's context; None for no limit.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, mode: Mode, chat: bool, longest: int | None) -> None:
-        self._tokenizer, self._mode, self._longest = tokenizer, mode, longest
-        self._special = not chat
-        self._before, self._after = chat_frame(tokenizer) if chat else ("", "")
+    def __init__(self, tokenizer: Tokenizer, task: Task, asking: Asking, longest: int | None) -> None:
+        self._tokenizer, self._mode, self._longest = tokenizer, asking.mode, longest
+        self._answer = task.generation.tokens
+        self._special = not (asking.chat and task.chat)
+        self._before, self._after = ("", "") if self._special else chat_frame(tokenizer)
 
-    def of(self, example: Example, answer: int, *, task_aware: bool = False) -> list[EvalPrompt]:
+    def of(self, example: Example, *, task_aware: bool = False) -> list[Prompt]:
         """Return an example's prompts: one for all questions that follow a context, else one for each question.
 
         Args:
             example: the example.
-            answer: the most tokens of an answer.
             task_aware: in the mode `task`, whether the prompts are for recipes that know the questions.
 
         Raises:
             KeepsetError: the mode does not suit the example.
         """
         if self._mode == "prompt":
-            return [self._joint(example, question, answer) for question in example.questions]
+            return [self._joint(example, question) for question in example.questions]
         if not example.context.strip():
             raise KeepsetError(
                 f"Example {example.id} has no context that could be compressed before its question is known: use the "
@@ -89,27 +106,33 @@ class PromptBuilder:
         context = self._encode(self._before + example.context, self._special)
         if self._mode == "agnostic":
             questions = [self._tokenized(question, self._end(question)) for question in example.questions]
-            return [self._fitted(EvalPrompt(context, tuple(questions)), example, (), answer)]
+            return [self._fitted(Prompt(context, tuple(questions)), example, ())]
         question_ids = [self._encode(question.text, special=False) for question in example.questions]
         ends = [self._tokenized(question, self._after + question.prefix) for question in example.questions]
         if not all(question_ids):
             raise KeepsetError(f"Example {example.id} has no question that could be told: use the mode 'agnostic'.")
         if task_aware:
             joined = [replace(end, ids=ids + end.ids) for ids, end in zip(question_ids, ends, strict=True)]
-            prompt = EvalPrompt(context, tuple(joined), tasks=tuple(question_ids))
-            return [self._fitted(prompt, example, (), answer)]
+            prompt = Prompt(context, tuple(joined), tasks=tuple(question_ids))
+            return [self._fitted(prompt, example, ())]
         return [
-            self._fitted(EvalPrompt(context + ids, (end,)), example, ids, answer)
+            self._fitted(Prompt(context + ids, (end,)), example, ids)
             for ids, end in zip(question_ids, ends, strict=True)
         ]
 
-    def _joint(self, example: Example, question: Question, answer: int) -> EvalPrompt:
+    def _joint(self, example: Example, question: Question) -> Prompt:
         whole = self._tokenized(question, self._before + example.context + self._end(question), self._special)
-        prompt = EvalPrompt(whole.ids or self._begin(), (replace(whole, ids=()),))
-        return self._fitted(prompt, example, self._encode(self._end(question), special=False), answer)
+        prompt = Prompt(whole.ids or self._begin(), (replace(whole, ids=()),))
+        return self._fitted(prompt, example, self._encode(self._end(question), special=False))
 
     def _tokenized(self, question: Question, text: str, special: bool = False) -> TokenizedQuestion:
-        """Tokenize a text that ends with a question. A choice's tokens are those that it adds to the stripped text."""
+        """Tokenize a text that ends with a question. A choice's tokens are those that it adds to the stripped text.
+
+        Args:
+            question: the question.
+            text: the text.
+            special: whether the tokenizer adds special tokens.
+        """
         ids = self._encode(text.rstrip() if question.choices else text, special)
         choices = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
         for choice, tokens in zip(question.choices, choices, strict=True):
@@ -120,10 +143,16 @@ class PromptBuilder:
     def _end(self, question: Question) -> str:
         return question.text + self._after + question.prefix
 
-    def _fitted(self, prompt: EvalPrompt, example: Example, end: Sequence[int], answer: int) -> EvalPrompt:
-        """Cut the middle out of a prompt's context, which `end` follows, if prompt and answer are too long."""
+    def _fitted(self, prompt: Prompt, example: Example, end: Sequence[int]) -> Prompt:
+        """Cut the middle out of a prompt's context, if prompt and answer are too long.
+
+        Args:
+            prompt: the prompt.
+            example: the example.
+            end: the prompt's tokens after the context.
+        """
         after = max(
-            len(question.ids) + max(map(len, question.choices), default=answer) for question in prompt.questions
+            len(question.ids) + max(map(len, question.choices), default=self._answer) for question in prompt.questions
         )
         excess = 0 if self._longest is None else len(prompt.ids) + after - self._longest
         if excess <= 0:

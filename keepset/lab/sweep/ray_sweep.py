@@ -1,6 +1,6 @@
-"""A sweep on Ray: its workers compute the cells, some groups at a time, and this process writes them.
+"""A sweep on Ray: its workers compute the cells, a portion at a time, and this process writes them.
 
-Ray decides where and how many groups run, and which are tried again after a worker has died.
+Ray decides where and how many portions run, and which are tried again after a worker has died.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import ray
@@ -22,32 +22,32 @@ from keepset.core.select import nan_scores_refused
 from keepset.errors import KeepsetError
 from keepset.lab.embedded import Source
 from keepset.lab.record import Record
-from keepset.lab.sweep.runner import Runner
+from keepset.lab.sweep.engine import Engine, Portion, Skipped
+from keepset.lab.sweep.prompts import Asking
 from keepset.lab.sweep.store import Store
-from keepset.lab.sweep.sweep import Group, Skipped, portion_of, work
 
 TOGETHER = 8
 """Examples that a worker gets at a time, for a task that decodes."""
 _POLL = 1.0
 """Seconds of waiting for a cell between checks for Ctrl-C."""
 
-MakeRunner = Callable[[], Runner]
+MakeEngine = Callable[[], Engine]
 """Loads the model in a worker. Equal ones are called once per worker."""
 
 
 @dataclass(frozen=True)
-class RunnerSource:
-    """Makes a `Runner` in a worker, from the model's source and the runner's options by name."""
+class EngineSource:
+    """Makes an `Engine` in a worker, from the model's source and how it asks."""
 
     source: Source
-    options: tuple[tuple[str, Any], ...]
+    asking: Asking
 
-    def __call__(self) -> Runner:
-        return Runner(*models.load(*self.source), **dict(self.options))
+    def __call__(self) -> Engine:
+        return Engine(*models.load(*self.source), self.asking)
 
 
 def run(
-    store: Store, groups: Sequence[Group], make: MakeRunner, nbytes: int, on_cell: Callable[[], None]
+    store: Store, portions: Sequence[Portion], make: MakeEngine, nbytes: int, on_cell: Callable[[], None]
 ) -> list[Skipped]:
     """Compute and write all cells like `sweep.run`, with the workers of a Ray cluster.
 
@@ -55,7 +55,7 @@ def run(
 
     Args:
         store: the sweep's file.
-        groups: the groups, see `sweep.unfinished`.
+        portions: the cells, see `sweep.unfinished`.
         make: loads the model in a worker.
         nbytes: bytes of memory that a worker needs for its model and caches. It also gets a GPU if there is one.
         on_cell: called for each written cell.
@@ -65,7 +65,7 @@ def run(
     """
     skipped: list[Skipped] = []
     running: dict[ray.ObjectRefGenerator[Any], str] = {}
-    parcels = _parcels(groups)
+    parcels = _parcels(portions)
     with _cluster() as (cpus, gpus):
         # Ray would wait forever for more memory than any machine has.
         most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
@@ -74,7 +74,7 @@ def run(
         while True:
             # Only as many tasks as will run soon, so that other users of the cluster get their turn.
             for parcel in islice(parcels, max(0, 2 * (gpus or cpus) - len(running))):
-                running[start(make, parcel)] = parcel[0].task.name
+                running[start(make, parcel)] = parcel.task.name
             if not running:
                 return skipped
             for stream in ray.wait(list(running), num_returns=1, timeout=_POLL)[0]:
@@ -102,20 +102,20 @@ def _cluster() -> Iterator[tuple[int, int]]:
             ray.shutdown()
 
 
-def _parcels(groups: Sequence[Group]) -> Iterator[list[Group]]:
-    """Yield the groups that a worker gets at a time: at most `TOGETHER` of a portion."""
-    for _, portion in groupby(groups, portion_of):
-        while parcel := list(islice(portion, TOGETHER)):
-            yield parcel
+def _parcels(portions: Sequence[Portion]) -> Iterator[Portion]:
+    """Yield what a worker gets at a time: at most `TOGETHER` examples of a portion."""
+    for portion in portions:
+        for start in range(0, len(portion.examples), TOGETHER):
+            yield replace(portion, examples=portion.examples[start : start + TOGETHER])
 
 
-def _cells(make: MakeRunner, parcel: Sequence[Group]) -> Iterator[Record | Skipped]:
+def _cells(make: MakeEngine, portion: Portion) -> Iterator[Record | Skipped]:
     with nan_scores_refused():
-        yield from work(_made(make), parcel)
+        yield from _made(make).answer(portion)
 
 
 @cache
-def _made(make: MakeRunner) -> Runner:
+def _made(make: MakeEngine) -> Engine:
     return make()
 
 

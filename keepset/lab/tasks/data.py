@@ -49,6 +49,11 @@ class HubData(NamedTuple):
 def load_records(name: str, folder: Path | None, hub: HubData) -> list[DataRecord]:
     """Return the items of a data set: from `<name>.jsonl` if a user's folder has it, else from the hub.
 
+    Args:
+        name: the name of the data set.
+        folder: the user's folder; None for none.
+        hub: where the hub has it.
+
     Raises:
         KeepsetError: if the file is damaged, or the hub cannot be reached.
     """
@@ -61,12 +66,21 @@ def load_records(name: str, folder: Path | None, hub: HubData) -> list[DataRecor
 
 
 def find_records(folder: Path | None, name: str) -> list[DataRecord] | None:
-    """Return the items of `<name>.jsonl` in a user's folder; None without a folder or such a file."""
+    """Return the items of `<name>.jsonl` in a user's folder; None without a folder or such a file.
+
+    Args:
+        folder: the user's folder; None for none.
+        name: the file's name without `.jsonl`.
+    """
     return read_records(folder, name) if folder is not None and (folder / f"{name}.jsonl").is_file() else None
 
 
 def read_records(folder: Path, name: str) -> list[DataRecord]:
     """Return the items of `<name>.jsonl` in a folder; empty lines are left out.
+
+    Args:
+        folder: the folder.
+        name: the file's name without `.jsonl`.
 
     Raises:
         KeepsetError: if there is no such file, or a line is not a JSON object.
@@ -140,7 +154,15 @@ def _installation(missing: str) -> str:
 
 
 def import_extra(module: str, package: str | None = None) -> ModuleType:
-    """Return a module that a package installs, or the extra `eval`; raise `KeepsetError` if it cannot be imported."""
+    """Return a module that may not be installed.
+
+    Args:
+        module: the module's name.
+        package: the package that has it; None for the extra `eval`.
+
+    Raises:
+        KeepsetError: it cannot be imported.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # about packages that no user of keepset asked for
             return import_module(module)
@@ -155,7 +177,9 @@ def import_extra(module: str, package: str | None = None) -> ModuleType:
 def seeded(seed: int | str, numpy_seed: int | None = None) -> Iterator[None]:
     """Seed the generators of `random` and `numpy`, from which the harness draws, and restore them afterwards.
 
-    `numpy`'s is seeded from `random` unless it has its own seed.
+    Args:
+        seed: the seed.
+        numpy_seed: `numpy`'s seed; drawn from `random` if None.
     """
     before, numpy_before = random.getstate(), np.random.get_state()
     random.seed(seed)

@@ -16,7 +16,9 @@ from keepset.lab.tasks.task import Task, TaskSettings
 def find(names: Sequence[str], settings: TaskSettings) -> list[Task]:
     """Return the tasks of these names, in order, each once.
 
-    A name is a task, a group of tasks, or the path of a YAML file for lm-evaluation-harness.
+    Args:
+        names: tasks, groups of tasks, or paths of YAML files for lm-evaluation-harness.
+        settings: the settings of all tasks.
 
     Raises:
         KeepsetError: if there is no such task; the sentence names similar ones.

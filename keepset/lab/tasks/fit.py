@@ -11,7 +11,13 @@ _FULL = 0.97
 
 
 def room(tokenizer: Tokenizer, length: int, answer: int) -> int:
-    """Return how many of `length` tokens an example may have beside its answer and a chat template."""
+    """Return how many tokens an example may have beside its answer and a chat template.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        length: tokens of the whole.
+        answer: the most tokens of the answer.
+    """
     if not tokenizer.chat_template:
         return length - answer
     empty = [{"role": "user", "content": ""}]
@@ -23,6 +29,10 @@ def measure(tokenizer: Tokenizer, example: Example) -> int:
     """Return the tokens of an example with its longest question.
 
     Each part is encoded separately; joined they have at most as many tokens.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        example: the example.
     """
     questions = (len(encode(tokenizer, q.text)) + len(encode(tokenizer, f" {q.prefix}")) for q in example.questions)
     return tokenizer.num_special_tokens_to_add() + len(encode(tokenizer, example.context)) + max(questions)

@@ -31,7 +31,12 @@ _LONG = 1024
 
 
 def knows(name: str, settings: TaskSettings) -> bool:
-    """Return whether the name is a task, group or tag of the harness, or a YAML file."""
+    """Return whether the name is a task, group or tag of the harness, or a YAML file.
+
+    Args:
+        name: the name.
+        settings: the settings, which may name a user's folder.
+    """
     return _is_file(name) or name in _manager(settings.data).task_index
 
 
@@ -40,7 +45,14 @@ def make(name: str, settings: TaskSettings) -> list[HarnessTask]:
 
     A task takes its items from `<name>.jsonl` if the folder `settings.data` has that file. The few-shot examples then
     come from `<name>.<split>.jsonl`, with the name of the split that the task takes them from. Without that file they
-    come from the other items. Raise `KeepsetError` if data cannot be loaded, or a task cannot be compared by item.
+    come from the other items.
+
+    Args:
+        name: the name.
+        settings: the settings, which may name a user's folder.
+
+    Raises:
+        KeepsetError: data cannot be loaded, or a task cannot be compared by item.
     """
     # A file is a task by itself, and the harness takes seconds to read its thousands of tasks.
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
@@ -53,8 +65,9 @@ class HarnessTask(Task):
     """A task of lm-evaluation-harness (Gao and others, 2021): context, question and choices are its prompt, verbatim.
 
     The context ends with the passage that an item brings, if it is in the prompt, or else with the examples before the
-    question. The metric is the first of the task's that is a mean over items and higher when better, by its first
-    filter. Another process that the task is sent to makes it anew, from the name and settings of `source`.
+    question. Items come in the order of the data, whatever the seed. An answer has a score by every metric that is a
+    mean over items and higher when better, and by every filter: `exact_match,strict-match`. The first of them counts.
+    Another process that the task is sent to makes it anew, from the name and settings of `source`.
     """
 
     def __init__(self, name: str, task: Any, source: tuple[str, TaskSettings]) -> None:
@@ -85,13 +98,11 @@ class HarnessTask(Task):
         return _made, (self.name, *self._source, self.generation)
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """Return the items in the order of the data, whatever the seed."""
         self._task.set_fewshot_seed(_SEED)
         with loading(self.name), _prepared():
             return [self._example(*item) for item in itertools.islice(self._task.doc_iterator(), limit)]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """Return all metrics that are means over items, by every filter of the task: `exact_match,strict-match`."""
         replies = [reply] if isinstance(reply, str) else reply
         instances = [Instance("", question.target, (), index, resps=[answer]) for index, answer in enumerate(replies)]
         figures: dict[str, float] = {}
@@ -150,7 +161,13 @@ def _check_kind(name: str, task: Any) -> None:
 
 
 def _split(prompt: str, question: str, doc: Any) -> tuple[str, str]:
-    """Return context and question of a prompt; the question begins with the white space between the two."""
+    """Return context and question of a prompt; the question begins with the white space between the two.
+
+    Args:
+        prompt: the prompt, without the beginning of the answer.
+        question: the item's question.
+        doc: the item.
+    """
     end = start = max(prompt.rfind(question), 0) if question else 0
     # If an item has no field `question`, its input is the question.
     fields = (*_DOCUMENTS, "input") if "question" in doc else _DOCUMENTS

@@ -33,7 +33,12 @@ _CONTEXT = "{{context}}"
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return the task; `longbench` is all sixteen."""
+    """Return the tasks of a name.
+
+    Args:
+        name: a task, or `longbench` for all sixteen.
+        settings: the settings, which may name a user's folder.
+    """
     names = NAMES[:-1] if name == _GROUP else [name]
     return [LongBenchTask(task_name, settings) for task_name in names]
 

@@ -31,7 +31,12 @@ _ANSWERED = re.compile(r"The correct answer is (?:\(([A-D])\)|([A-D]))")
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return the domain's task; `longbench2` is all six."""
+    """Return the tasks of a name.
+
+    Args:
+        name: a domain, or `longbench2` for all six.
+        settings: the settings, which may name a user's folder.
+    """
     return [LongBench2Task(task_name, settings) for task_name in (_DOMAINS if name == _GROUP else [name])]
 
 

@@ -21,7 +21,12 @@ _TOKENS = 10
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return one task for every length."""
+    """Return one task for every length.
+
+    Args:
+        name: `needle`.
+        settings: the settings, with the lengths of texts.
+    """
     return [NeedleTask(length) for length in settings.lengths]
 
 

@@ -30,7 +30,12 @@ NAMES = tuple(_SOURCES)
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return the task; start math-verify, so that a missing package is noticed before hours of answers."""
+    """Return the task; start math-verify, so that a missing package is noticed before hours of answers.
+
+    Args:
+        name: the name.
+        settings: the settings, which may name a user's folder.
+    """
     start()
     return [Reasoning(name, settings)]
 
@@ -104,6 +109,10 @@ def agree(gold: str, solution: str) -> bool:
 
     The final answer is the content of the last box. Without a box it is math-verify's result, after the last `####` if
     there is one: the expression that is called the answer, or else the last expression or number.
+
+    Args:
+        gold: the right solution.
+        solution: the model's.
 
     Raises:
         KeepsetError: if math-verify does not start.

@@ -48,7 +48,12 @@ PARTS = {
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return one task for every length; `ruler` is all thirteen."""
+    """Return the tasks of a name, one for every length.
+
+    Args:
+        name: a task, or `ruler` for all thirteen.
+        settings: the settings, with the lengths of texts.
+    """
     names = list(_TASKS) if name == "ruler" else [name]
     return [RulerTask(task_name, length, settings) for task_name in names for length in settings.lengths]
 
@@ -139,6 +144,11 @@ def read_prompts(folder: Path | None, name: str, length: int) -> list[PromptPart
     The folder may have `<length>/<task>/validation.jsonl`, which the authors' program writes for a model without a chat
     template, under the authors' names (`vt`, `qa_1`, ...); or `ruler@<length>.jsonl` with all tasks, as the data set
     simonjegou/ruler has them. A line that is something else raises `KeepsetError`.
+
+    Args:
+        folder: the user's folder; None for none.
+        name: the task's name.
+        length: tokens of a prompt.
     """
     if folder is None:
         return None

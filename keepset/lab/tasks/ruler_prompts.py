@@ -190,7 +190,10 @@ class FrequentWords(PromptMaker):
 def cut(text: str, question: str, answers: Sequence[str]) -> PromptParts:
     """Return the parts of a text: context, question, ` Answer:` and the answer's beginning.
 
-    `question` are the question's first words; the last place that has them counts.
+    Args:
+        text: the text.
+        question: the question's first words; the last place that has them counts.
+        answers: the right answers.
     """
     context, begin, remainder = text.rpartition(question)
     words, answer, prefix = remainder.rpartition(" Answer:")
@@ -235,7 +238,11 @@ class Documents(PromptMaker):
 
 
 def load_documents(name: str, folder: Path | None) -> Documents:
-    """Return the documents and questions of `squad` or `hotpot`: of `<name>.json` in a folder, or downloaded.
+    """Return documents and questions about them.
+
+    Args:
+        name: `squad` or `hotpot`.
+        folder: a folder with `<name>.json`; without it they are downloaded.
 
     Raises:
         KeepsetError: if the file has another format, or cannot be downloaded.

@@ -84,8 +84,19 @@ class Task(ABC):
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """Return the first examples; the seed draws generated ones, which do not depend on the limit (None: all)."""
+        """Return the first examples.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            limit: how many; None for all.
+            seed: draws generated examples, which do not depend on the limit.
+        """
 
     @abstractmethod
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """Return the reply's scores by name, from 0 to 1; higher is better."""
+        """Return the reply's scores by name, from 0 to 1; higher is better.
+
+        Args:
+            question: the question.
+            reply: the model's answer to it.
+        """

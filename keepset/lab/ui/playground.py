@@ -121,6 +121,10 @@ class Playground:
     def run(self, request: RunRequest, send: SendUpdate) -> None:
         """Send the messages of a run: the text's tokens, each layer's choice, two answers, figures.
 
+        Args:
+            request: what the page asks for.
+            send: sends one message to the page.
+
         Raises:
             KeepsetError: the text is too long, the image is invalid, or the recipe cannot be used.
         """
@@ -174,7 +178,13 @@ class Playground:
         return time.perf_counter() - start
 
     def _ask(self, question: Tensor, caches: dict[str, Any], send: SendUpdate) -> None:
-        """Send both answers alternately, token by token, so that a reader sees them side by side."""
+        """Send both answers alternately, token by token, so that a reader sees them side by side.
+
+        Args:
+            question: the question's tokens.
+            caches: the full and the compressed cache by name.
+            send: sends one message to the page.
+        """
         answers = {side: self._answer(question, cache) for side, cache in caches.items()}
         while answers:
             for side in list(answers):
@@ -203,7 +213,6 @@ class Playground:
                 return
 
     def _lines(self, request: RunRequest, recipe: Recipe) -> dict[str, str]:
-        """Return the run as a shell command and as Python code, to copy."""
         model = [] if self._called is None else ["--model", self._called]
         question = request.question.strip() or "Sum it up."
         file = "text.safetensors"

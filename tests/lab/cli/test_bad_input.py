@@ -59,7 +59,7 @@ REFUSED = [
     *((f"compare {option}", PLACE) for option in ("--html absent/page.html", "--html ''", "--json folder")),
     ("demo --html absent/page.html", PLACE),
     ("bench latency --json absent/a", PLACE),
-    ("eval needle --out missing/sweep.sqlite", PLACE),
+    ("eval needle --out missing/sweep.jsonl", PLACE),
     *((f"{words} --out {path}", NO_PLACE) for words in ("calibrate", "compile") for path in (".", "absent/a")),
     ("context build --text text --out .", NO_PLACE),
     ("compare --budgets=0.5,0", "keep=0 is out of range"),
@@ -137,12 +137,12 @@ REFUSED = [
     ("reproduce ams-table-99", "There is no table or figure 'ams-table-99'"),
     ("reproduce ams-table-2 --out text", "'text' is no folder to write to"),
     ("reproduce ams-table-2 --prompt-tokens x", "--prompt-tokens 'x' is no list"),
-    ("results absent.sqlite", "There is no file 'absent.sqlite'"),
+    ("results absent.jsonl", "There is no file 'absent.jsonl'"),
     ("results text", "'text' is damaged, or no file of `keepset eval`"),
-    ("results empty.sqlite", "'empty.sqlite' has no figures yet"),
-    ("results empty.sqlite --csv absent/a.csv", "'absent/a.csv' cannot be written"),
-    ("results empty.sqlite --csv ./empty.sqlite", "name different files"),
-    ("results empty.sqlite --csv a --html a", "name different files"),
+    ("results empty.jsonl", "'empty.jsonl' has no figures yet"),
+    ("results empty.jsonl --csv absent/a.csv", "'absent/a.csv' cannot be written"),
+    ("results empty.jsonl --csv ./empty.jsonl", "name different files"),
+    ("results empty.jsonl --csv a --html a", "name different files"),
     ("tune --text text --budget half", "The budget 'half' is not a number"),
     ("tune --text text --budget 0.5,0.25", "--budget '0.5,0.25' has several values"),
     ("tune --text text --text ./text", "is given twice"),
@@ -155,7 +155,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def empty_sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("sweep") / "empty.sqlite"
+    path = tmp_path_factory.mktemp("sweep") / "empty.jsonl"
     with Store.begin(path, "model", {}):
         pass
     return path
@@ -171,7 +171,7 @@ def files(tmp_path: Path, text: Path, empty_sweep: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     safetensors.torch.save_file({"weight": torch.zeros(3)}, tmp_path / "foreign")
-    shutil.copyfile(empty_sweep, tmp_path / "empty.sqlite")
+    shutil.copyfile(empty_sweep, tmp_path / "empty.jsonl")
 
 
 @pytest.mark.usefixtures("unloaded", "files")

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from keepset.lab import embedded
-from keepset.lab.cli import console, recipe_notes
+from keepset.lab.cli import checks, console
 from keepset.lab.cli.compare import print_table
 from keepset.lab.cli.grid import sanitize
 from keepset.lab.cli.streaming import Streamer
@@ -82,8 +82,8 @@ ALWAYS = "always keeps the newest 64"
 )
 def test_what_stays_is_said(tiny: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, length: int, said: str) -> None:
     notes = list[str]()
-    monkeypatch.setattr(recipe_notes, "note", notes.append)
-    recipe_notes.say_always(Recipe.parse(recipe), tiny[0], length)
+    monkeypatch.setattr(checks, "note", notes.append)
+    checks.say_always(Recipe.parse(recipe), tiny[0], length)
     assert [note.removesuffix(" Give a larger one.") for note in notes] == ([said] if said else [])
 
 

@@ -83,7 +83,7 @@ def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch
         if words[1] not in ("serve", "ui"):
             done = run(*words[1:])
             assert done.code == 0, (words, done.err)
-    written = {"report.html", "report.safetensors", "sweep.sqlite", "sweep.html"}
+    written = {"report.html", "report.safetensors", "sweep.jsonl", "sweep.html"}
     assert {path.name for path in Path().iterdir()} >= written
 
 

@@ -2,83 +2,78 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keepset import models
-from keepset.lab.candidate import Candidate
 from keepset.lab.record import FULL, Record
-from keepset.lab.sweep import runner
+from keepset.lab.sweep import engine
+from keepset.lab.sweep.engine import Portion, Skipped
+from keepset.lab.sweep.prompts import Asking
 from keepset.lab.sweep.store import Store
 from keepset.lab.tasks import find as finding
-from keepset.lab.tasks.task import Example, Task
 from tests.lab.cli.conftest import Forked, Run, check_refused
 from tests.lab.sweep.sweeping import Counting, cell
 
-WHERE = "all figures are in 'sweep.sqlite': keepset results shows them again\n"
+WHERE = "all figures are in 'sweep.jsonl': keepset results shows them again\n"
 
 
 class Stub:
-    """A runner that makes cells out of their names; `interrupt_at` is the cell before which somebody presses Ctrl-C."""
+    """An engine that makes cells out of their names; `interrupt_at` comes before Ctrl-C."""
 
-    made = answer = 0
-    asking: dict[str, Any] = {}  # noqa: RUF012
+    made = answer_tokens = 0
+    asking = Asking()
     interrupt_at: int | None = None
     no_memory_for = ""
 
-    def __init__(self, model: Any, tokenizer: Any, **asking: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, asking: Asking) -> None:
         Stub.asking = asking
 
-    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
-        Stub.answer = task.generation.tokens
-        for candidate in todo:
+    def answer(self, portion: Portion) -> Iterator[Record | Skipped]:
+        Stub.answer_tokens = portion.task.generation.tokens
+        for (seed, example), candidate in product(portion.examples, portion.candidates):
             Stub.made += 1
             if Stub.made == Stub.interrupt_at:
                 raise KeyboardInterrupt
             if candidate.text == Stub.no_memory_for:
-                raise MemoryError
-            yield cell(task, example, candidate, seed)
-
-    def decode(self, asked: Iterable[runner.CellRun]) -> Iterator[tuple[runner.CellRun, Record | None]]:
-        for each in asked:
-            try:
-                yield each, next(self.run(each.task, each.example, [each.candidate], each.seed))
-            except MemoryError:
-                yield each, None
+                yield Skipped(portion.task.name, candidate.text, "memory was not enough")
+            else:
+                yield cell(portion.task, example, candidate, seed)
 
 
 @pytest.fixture
 def stub(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stub]]:
-    """Tasks `counting` and `reckoning`, which decodes, and the runner above."""
+    """Tasks `counting` and `reckoning`, which decodes, and the engine above."""
     tasks = {"counting": Counting("counting"), "reckoning": Counting("reckoning", decodes=True)}
     monkeypatch.setattr(finding, "find", lambda names, settings: [tasks[name] for name in names])
     monkeypatch.setattr(finding, "check_names", lambda names: None)
-    monkeypatch.setattr(runner, "Runner", Stub)
+    monkeypatch.setattr(engine, "Engine", Stub)
     yield Stub
-    Stub.made, Stub.asking, Stub.interrupt_at, Stub.no_memory_for = 0, {}, None, ""
+    Stub.made, Stub.asking, Stub.interrupt_at, Stub.no_memory_for = 0, Asking(), None, ""
 
 
-def stored(path: str = "sweep.sqlite") -> list[Record]:
+def stored(path: str = "sweep.jsonl") -> list[Record]:
     with Store.open(Path(path)) as store:
         return store.cells()
 
 
-def recipes(task: str, path: str = "sweep.sqlite") -> list[str]:
+def recipes(task: str, path: str = "sweep.jsonl") -> list[str]:
     return list(dict.fromkeys(cell.recipe for cell in stored(path) if cell.task == task))
 
 
-def test_options_reach_the_runner_and_the_file(
+def test_options_reach_the_engine_and_the_file(
     run: Run, stub: type[Stub], tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = "--mode agnostic --no-chat --temperature 0.5 --limit 2 --output-tokens 7 --seeds 3,5 --out x.sqlite"
+    options = "--mode agnostic --no-chat --temperature 0.5 --limit 2 --output-tokens 7 --seeds 3,5 --out x.jsonl"
     done = run("eval", "counting", *options.split())
     assert done.code == 0 and FULL in done.out and "streaming_llm(bytes=0.5)" in done.out  # the tables
-    assert Stub.asking == {"mode": "agnostic", "chat": False, "temperature": 0.5} and Stub.answer == 7
-    assert {(each.seed, each.example) for each in stored("x.sqlite")} == {(s, e) for s in (3, 5) for e in "01"}
-    with Store.open(Path("x.sqlite")) as store:
+    assert Stub.asking == Asking("agnostic", False, 0.5) and Stub.answer_tokens == 7
+    assert {(each.seed, each.example) for each in stored("x.jsonl")} == {(s, e) for s in (3, 5) for e in "01"}
+    with Store.open(Path("x.jsonl")) as store:
         assert store.model == "SmolLM2-135M-Instruct"
         expected = {"--mode": "agnostic", "--limit": 2, "--temperature": 0.5, "chat template": False}
         expected |= {"--output-tokens": 7, "--sample": None}
@@ -86,7 +81,7 @@ def test_options_reach_the_runner_and_the_file(
         assert store.configuration["number of layers"] == "2" and len(store.configuration["weights"]) == 64
     monkeypatch.setattr(tiny[1], "chat_template", None)
     assert run("eval", "counting").code == 0
-    assert Stub.asking["chat"] is False
+    assert Stub.asking.chat is False
     monkeypatch.setitem(sys.modules, "ray", None)
     check_refused(run, "eval", "counting", "--ray", because='Ray is not installed: run `pip install "ray>=')
 
@@ -109,9 +104,9 @@ def test_a_task_that_decodes_may_have_its_prompt_compressed_only(run: Run, stub:
         *(FULL, "gvote", "tova(bytes=0.5)", "snapkv(keep=64, every=8)"),
         *("random(keep=64)", "random(bytes=0.5)", "streaming_llm(keep=64)", "streaming_llm(bytes=0.5)"),
     ]
-    run("eval", "reckoning", "--every", "0", "--out", "x.sqlite")
-    run("eval", "counting", "--out", "y.sqlite")
-    assert recipes("reckoning", "x.sqlite") == recipes("counting", "y.sqlite")
+    run("eval", "reckoning", "--every", "0", "--out", "x.jsonl")
+    run("eval", "counting", "--out", "y.jsonl")
+    assert recipes("reckoning", "x.jsonl") == recipes("counting", "y.jsonl")
 
 
 def test_a_sample_is_drawn_and_goes_on_as_itself_only(run: Run, stub: type[Stub]) -> None:
@@ -197,16 +192,16 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub:
     Stub.interrupt_at = 7
     done = run(*words)
     assert (done.code, done.out) == (130, "")
-    assert done.err == "stopped after 6 of 16 cells, which are in 'sweep.sqlite': the same command goes on\n"
+    assert done.err == "stopped after 6 of 16 cells, which are in 'sweep.jsonl': the same command goes on\n"
     assert len(stored()) == 6
     Stub.interrupt_at = 8
-    nothing = run(*words, "--out", "nothing.sqlite")
+    nothing = run(*words, "--out", "nothing.jsonl")
     assert (nothing.code, nothing.err) == (130, "stopped before one of 16 cells was made\n")
     assert not list(Path.cwd().glob("nothing*"))
     again = run(*words)
     assert again.code == 0 and Stub.made == 8 + 10
-    whole = run(*words, "--out", "another.sqlite")
-    assert whole.out == again.out and stored() == stored("another.sqlite")
+    whole = run(*words, "--out", "another.jsonl")
+    assert whole.out == again.out and stored() == stored("another.jsonl")
 
 
 def test_what_memory_was_not_enough_for_is_said(run: Run, stub: type[Stub]) -> None:
@@ -251,11 +246,12 @@ def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     process = Forked(*words)
     end = time.monotonic() + 120
-    while not Path("sweep.sqlite-wal").exists() or not stored():
+    # Four lines are no cells, and an interruption may take back the newest one.
+    while not Path("sweep.jsonl").exists() or Path("sweep.jsonl").read_bytes().count(b"\n") < 6:
         assert time.monotonic() < end and process.is_alive()
         time.sleep(0.05)
     done = process.interrupt(signal.SIGINT)
     cells = stored()
     assert (done.code, done.out) == (130, "")
-    stopped = f"stopped after {len(cells)} of 210 cells, which are in 'sweep.sqlite': the same command goes on"
+    stopped = f"stopped after {len(cells)} of 210 cells, which are in 'sweep.jsonl': the same command goes on"
     assert done.err.splitlines()[-1] == stopped and "Traceback" not in done.err

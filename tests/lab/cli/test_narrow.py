@@ -59,7 +59,7 @@ def printed(run: Run, monkeypatch: pytest.MonkeyPatch) -> Printed:
 def sweep(tmp_path: Path) -> None:
     names = ("adakv(expected_attention(future=16), keep=0.5)", "streaming_llm(keep=0.25)")
     made = [*cells(FULL, [1.0, 0.0]), *(each for name in names for each in cells(name, [1.0, 0.5], wipeout=0.1))]
-    write(made, tmp_path / "sweep.sqlite")
+    write(made, tmp_path / "sweep.jsonl")
 
 
 COMPARE = ("compare", "--text", "text", "--prompt-tokens")
@@ -75,7 +75,7 @@ RECIPE = ("--recipe", LONG.split(", streaming", maxsplit=1)[0])
         ("methods",),
         ("methods", "compilerkv"),
         ("reproduce", "list"),
-        ("results", "sweep.sqlite"),
+        ("results", "sweep.jsonl"),
         ("compile", "--show", "tables"),
         ("generate", "Go on.", "--text", "text", *RECIPE, "--output-tokens", "3"),
         (*COMPARE, "100", "--continuation", "8", "--recipes", LONG),

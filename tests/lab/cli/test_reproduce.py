@@ -15,8 +15,8 @@ from keepset.lab.cli import console
 from keepset.lab.embedded import EMBEDDED
 from keepset.lab.papers.catalogue import entries
 from keepset.lab.papers.entry import Entry, Sweep
-from keepset.lab.sweep import runner
-from keepset.lab.sweep.runner import Runner
+from keepset.lab.sweep import engine
+from keepset.lab.sweep.engine import Engine
 from keepset.lab.sweep.store import Store
 from tests.core.test_tables import random_tables
 from tests.lab.cli.conftest import Run
@@ -60,8 +60,8 @@ def test_list(run: Run) -> None:
 
 def test_a_table_is_stopped_resumed_and_shown(run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("reproduce", "ams-table-2", *CHEAP, "--data", data)
-    path = Path("reproduced") / f"ams-table-2-{EMBEDDED}.sqlite"
-    monkeypatch.setattr(runner, "Runner", Interrupted)
+    path = Path("reproduced") / f"ams-table-2-{EMBEDDED}.jsonl"
+    monkeypatch.setattr(engine, "Engine", Interrupted)
     stopped = run(*command)
     assert stopped.code == 130
     announced, idle, note = stopped.err.splitlines()
@@ -72,7 +72,7 @@ def test_a_table_is_stopped_resumed_and_shown(run: Run, tiny: Any, data: str, mo
         first = store.cells()
     assert len(first) == 3
 
-    monkeypatch.setattr(runner, "Runner", Runner)
+    monkeypatch.setattr(engine, "Engine", Engine)
     done = run(*command, "--json", "-")
     assert done.code == 0
     with Store.open(path) as store:
@@ -94,13 +94,13 @@ def test_a_table_is_stopped_resumed_and_shown(run: Run, tiny: Any, data: str, mo
     assert line[1:3] == ["64", "56.7"] and line[-1] == "2"
 
 
-class Interrupted(Runner):
-    """A runner that somebody stops before its fourth cell."""
+class Interrupted(Engine):
+    """An engine that somebody stops before its fourth cell."""
 
     made = 0
 
-    def decode(self, *args: Any) -> Any:
-        for cell in super().decode(*args):
+    def answer(self, *args: Any) -> Any:
+        for cell in super().answer(*args):
             if self.made == 3:
                 raise KeyboardInterrupt
             self.made += 1

@@ -40,7 +40,7 @@ def write(made: Sequence[Record], path: Path) -> None:
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    path = tmp_path / "sweep.sqlite"
+    path = tmp_path / "sweep.jsonl"
     write(SWEEP, path)
     return path
 
@@ -48,12 +48,12 @@ def sweep(tmp_path: Path) -> Path:
 def test_by_a_fact_and_with_a_baseline(run: Run, tmp_path: Path, sweep: Path) -> None:
     levels = {"0": 1, "1": 5, "2": 5}
     made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]
-    write([*made, cell(task="other")], tmp_path / "x.sqlite")
-    done = run("results", str(tmp_path / "x.sqlite"), "--by", "level", "--json", "-")
+    write([*made, cell(task="other")], tmp_path / "x.jsonl")
+    done = run("results", str(tmp_path / "x.jsonl"), "--by", "level", "--json", "-")
     rows = [(row["task"], row["score"]["value"], row["examples"]) for row in json.loads(done.out)["rows"]]
     assert rows == [("qa, level 1", 1.0, 1), ("qa, level 5", 0.5, 2)]
     because = "No example has the fact subject, so nothing can be split by it; there are: level."
-    check_refused(run, "results", str(tmp_path / "x.sqlite"), "--by", "subject", because=because)
+    check_refused(run, "results", str(tmp_path / "x.jsonl"), "--by", "subject", because=because)
     check_refused(run, "results", str(sweep), "--baseline", "tova", because="'tova' is not in the sweep")
     check_refused(run, "results", str(sweep), "--baseline", "tova(", because="'tova(' is not a recipe")
     done = run("results", str(sweep), "--baseline", "snapkv", "--json", "-")
@@ -95,8 +95,8 @@ def test_files(run: Run, sweep: Path) -> None:
 
 def test_text_steers_no_terminal_and_what_rounds_to_zero_has_no_sign(run: Run, tmp_path: Path) -> None:
     failed = replace(cell(FULL, None), error=EVIL, recipe=EVIL, method=EVIL, task=EVIL)
-    write([cell(FULL, 1.0), failed], tmp_path / "evil.sqlite")
-    done = run("results", "evil.sqlite")
+    write([cell(FULL, 1.0), failed], tmp_path / "evil.jsonl")
+    done = run("results", "evil.jsonl")
     assert done.code == 0 and "\x1b" not in done.out
     assert "[red]evil[/red]" in done.out
     assert interval(Figure(-0.0001, -0.0004, 0.0004), "+") == "+0.0 (+0.0..+0.0)"

@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 
 from keepset import KeepsetError, Recipe
 from keepset.core.tables import save
-from keepset.lab.compile.contamination import is_contaminated, passage_hashes, refuse_contaminated
-from keepset.lab.compile.corpus import ContextPool, read_texts
-from keepset.lab.compile.describe import coverage, describe_tables
+from keepset.lab.cli.compile import coverage, describe_tables
+from keepset.lab.compile.corpus import (
+    ContextPool,
+    is_contaminated,
+    passage_hashes,
+    read_texts,
+    refuse_contaminated,
+)
 from tests.core.test_tables import PROVENANCE, random_tables
 from tests.lab.calibrate.test_corpus import Tokenizer
 from tests.tiers import examples

@@ -7,7 +7,7 @@ import pytest
 
 from keepset.errors import KeepsetError
 from keepset.lab.papers.catalogue import entries, entry_of, read_entries
-from keepset.lab.papers.entry import AVERAGE, SCORE, SECONDS, Entry, FigureKey, Options, grid_of
+from keepset.lab.papers.entry import AVERAGE, SCORE, SECONDS, Entry, FigureKey, PaperOptions, grid_of
 from keepset.lab.papers.figures import CURVES, FRACTIONS
 from keepset.lab.record import FIGURES
 from tests.methods.naive import Shape, observe
@@ -22,7 +22,7 @@ def test_what_an_entry_names_exists_and_the_papers_figures_have_their_place(entr
     assert (entry.measure is None) == bool(entry.sweeps) == (not entry.takes)
     places: set[FigureKey] = set()
     for sweep in entry.sweeps:
-        grid, lines = grid_of(sweep, Options()), sweep.lines({})
+        grid, lines = grid_of(sweep, PaperOptions()), sweep.lines({})
         assert grid.tasks and all(grid.candidates[task.name] for task in grid.tasks)
         assert [line.candidate.error for line in lines if line.candidate.error is not None] == []
         assert set(sweep.metrics) <= {SCORE, SECONDS, *FIGURES, *CURVES}

@@ -12,7 +12,7 @@ from keepset import KeepsetError
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, neutral, save
 from keepset.lab.papers import measurements
 from keepset.lab.papers.catalogue import entry_of
-from keepset.lab.papers.entry import MeasuredFigure, Options
+from keepset.lab.papers.entry import MeasuredFigure, PaperOptions
 from tests.lab.cli.conftest import tiny_model
 
 
@@ -25,7 +25,7 @@ def measure(name: str, *arguments: Any) -> list[MeasuredFigure]:
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 def test_costs_have_the_papers_rows_and_columns(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name, pair = "compilerkv-table-a1", (tiny_model(), embedded[1])
-    rows = measure(name, *pair, Options(limit=1, lengths=(70,), answer_tokens=3))
+    rows = measure(name, *pair, PaperOptions(limit=1, lengths=(70,), answer_tokens=3))
     (figures,) = entry_of(name).published.values()
     places = {key[1:] for key in figures}
     assert places < {row.key[1:] for row in rows} and {row.key.task for row in rows} == {"70 + 3"}
@@ -33,7 +33,7 @@ def test_costs_have_the_papers_rows_and_columns(embedded: Any, monkeypatch: pyte
     assert all(row.figure is not None and row.figure.value > 0 for row in rows)
     monkeypatch.setattr(measurements, "default_texts", lambda: ["Too short."])
     with pytest.raises(KeepsetError, match="fewer than 70: give fewer --prompt-tokens"):
-        measure(name, *pair, Options(lengths=(70,)))
+        measure(name, *pair, PaperOptions(lengths=(70,)))
 
 
 def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
@@ -44,7 +44,7 @@ def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
     tables = replace(neutral(3, 4, 0.9), weights=weights, gate=gate, budgets=budgets, provenance=provenance)
     path = tmp_path / "tables.safetensors"
     save(tables, path)
-    options = Options(files={"tables": path})
+    options = PaperOptions(files={"tables": path})
     rows = {row.key: row.figure for row in measure("compilerkv-figure-a2", *embedded, options)}
     for number, keep in enumerate((64, 128)):
         for layer in range(3):
@@ -63,4 +63,4 @@ def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
             figure = rows[place, "CompilerKV", keep, "threshold"]  # type: ignore[index]
             assert figure is not None and figure.value == pytest.approx(fmean(of_bin))
     with pytest.raises(KeepsetError, match="give a file with --tables"):
-        measure("compilerkv-figure-a3", *embedded, Options())
+        measure("compilerkv-figure-a3", *embedded, PaperOptions())

@@ -1,4 +1,4 @@
-"""A task and a runner that need no model."""
+"""A task and an engine that need no model."""
 
 import os
 import time
@@ -11,9 +11,9 @@ from typing import Any
 from keepset.core.budget import Budget
 from keepset.lab.candidate import Candidate, candidates
 from keepset.lab.record import Record
-from keepset.lab.sweep.runner import CellRun
+from keepset.lab.sweep.engine import Portion, Skipped
 from keepset.lab.sweep.store import Store
-from keepset.lab.sweep.sweep import Group, Skipped, SweepGrid, count, run, unfinished
+from keepset.lab.sweep.sweep import SweepGrid, count, run, unfinished
 from keepset.lab.tasks.task import Example, Generation, Question, Reply, Task
 from keepset.recipe import Recipe
 
@@ -54,7 +54,14 @@ class Scripted:
     together: int = 1
     made: int = 0
 
-    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
+    def answer(self, portion: Portion) -> Iterator[Record | Skipped]:
+        """Of several examples two side by side, of which the second is done first."""
+        examples = iter(portion.examples)
+        while several := list(islice(examples, 2)):
+            for seed, example in reversed(several):
+                yield from self.cells(portion.task, example, portion.candidates, seed)
+
+    def cells(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record | Skipped]:
         self.notes.with_name(f"{self.notes.name}.{os.getpid()}").touch()
         # However long a process takes to begin: the test's own limit ends it where none does.
         while len(list(self.notes.parent.glob(f"{self.notes.name}.*"))) < self.together:
@@ -67,14 +74,6 @@ class Scripted:
             with self.notes.open("a") as notes:
                 notes.write(f"{os.getpid()} {task.name} {seed} {example.id} {candidate.text}\n")
             yield cell(task, example, candidate, seed)
-
-    def decode(self, asked: Iterable[CellRun]) -> Iterator[tuple[CellRun, Record | None]]:
-        """Two side by side, of which the second is done first."""
-        beginning = iter(asked)
-        while several := list(islice(beginning, 2)):
-            for each in reversed(several):
-                [made] = self.run(each.task, each.example, [each.candidate], each.seed)
-                yield each, made
 
 
 def cell(task: Task, example: Example, candidate: Candidate, seed: int) -> Record:
@@ -96,27 +95,27 @@ def grid(
     keeps: Sequence[int | float] = (0.5,),
     decodes: bool = False,
 ) -> SweepGrid:
-    """What most of these tests ask for: 12 groups of 3 cells, or as many cells of tasks that decode."""
+    """What most of these tests ask for: 12 portions of 3 cells, or as many cells of tasks that decode."""
     asked = candidates(Recipe.parse_list(recipes), [Budget(keep) for keep in keeps])
     return SweepGrid([Counting(name, decodes=decodes) for name in names], seeds, {name: asked for name in names}, limit)
 
 
-def groups_of(asked: SweepGrid, store: Store) -> list[Group]:
-    """All groups, of tasks that count no tokens."""
-    return asked.groups(store, None)  # type: ignore[arg-type]
+def portions_of(asked: SweepGrid, store: Store) -> list[Portion]:
+    """All portions, of tasks that count no tokens."""
+    return asked.portions(store, None)  # type: ignore[arg-type]
 
 
-def complete(store: Store, asked: SweepGrid, runner: Any) -> list[Skipped]:
+def complete(store: Store, asked: SweepGrid, engine: Any) -> list[Skipped]:
     """Make the cells that a file lacks; what could not be made."""
-    return run(store, unfinished(groups_of(asked, store), store.done()), runner, lambda: None)
+    return run(store, unfinished(portions_of(asked, store), store.done()), engine, lambda: None)
 
 
-def sweep(path: Path, asked: SweepGrid, runner: Any) -> int:
+def sweep(path: Path, asked: SweepGrid, engine: Any) -> int:
     """Make all cells; how many of them the file lacked."""
     with Store.begin(path, "model", CONFIGURATION) as store:
         before = len(store.done())
-        assert complete(store, asked, runner) == []
-        assert count(unfinished(groups_of(asked, store), store.done())) == 0
+        assert complete(store, asked, engine) == []
+        assert count(unfinished(portions_of(asked, store), store.done())) == 0
         return len(store.done()) - before
 
 

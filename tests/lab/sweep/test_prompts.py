@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepsetError
-from keepset.lab.sweep.prompts import EvalPrompt, PromptBuilder, TokenizedQuestion
+from keepset.lab.sweep.prompts import Asking, Prompt, PromptBuilder, TokenizedQuestion
 from keepset.lab.tasks.task import Example, Question
-from tests.lab.sweep.asked import CHAT, letters
+from tests.lab.sweep.asked import CHAT, Exact, letters
 
 PLAIN, TALKS, BEGINS = letters(), letters(CHAT), letters()
 BEGINS.add_bos_token = True
@@ -26,7 +26,7 @@ def text(ids: Any) -> str:
     return PLAIN.decode(ids).replace("<bos>", "^")
 
 
-def asked(prompt: EvalPrompt) -> list[str]:
+def asked(prompt: Prompt) -> list[str]:
     return [text(question.ids) for question in prompt.questions]
 
 
@@ -35,10 +35,15 @@ def choices(question: TokenizedQuestion) -> list[str]:
 
 
 def prompts(
-    of: Example, tokenizer: Any = PLAIN, answer: int = 5, task_aware: bool = False, **options: Any
-) -> list[EvalPrompt]:
-    options = {"mode": "prompt", "chat": False, "longest": None, **options}
-    return PromptBuilder(tokenizer, **options).of(of, answer, task_aware=task_aware)
+    of: Example,
+    tokenizer: Any = PLAIN,
+    answer: int = 5,
+    longest: int | None = None,
+    task_aware: bool = False,
+    **options: Any,
+) -> list[Prompt]:
+    asking = Asking(**{"chat": False, **options})
+    return PromptBuilder(tokenizer, Exact(answer), asking, longest).of(of, task_aware=task_aware)
 
 
 def test_a_question_that_is_known_belongs_to_the_prompt_and_else_follows() -> None:

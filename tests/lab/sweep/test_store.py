@@ -1,6 +1,7 @@
 """A sweep's file: what it gives back, who may write to it, and what is refused."""
 
 import dataclasses
+import errno
 import json
 import os
 import sqlite3
@@ -39,7 +40,7 @@ def cell(recipe: str = "knorm(keep=0.5)", example: str = "a", **changes: Any) ->
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "50%?.sqlite"  # a name that is no good as it is in an address
+    return tmp_path / "sweep.jsonl"
 
 
 def begin(path: Path, **configuration: Any) -> Store:
@@ -109,7 +110,7 @@ def test_cells_keep_their_meaning_when_a_default_or_a_name_changes(path: Path, m
     with begin(path) as store:
         assert [each.recipe for each in store.cells()] == today
         assert {each.method for each in store.cells()} == {"adakv(snapkv, floor=0.2)"}
-        assert store.done() == {(KEY, text) for text in today}
+        assert store.done() == {(*KEY, text) for text in today}
         assert not store.save(cell(today[1], method="adakv(snapkv, floor=0.2)"))
         assert store.save(cell("adakv(snapkv, keep=0.5)", method="adakv(snapkv)"))
     in_full.cache_clear()
@@ -123,11 +124,9 @@ def test_a_cell_is_written_once_and_read_while_another_writes(path: Path) -> Non
         assert not store.done() and store.save(cell())
         assert not store.save(cell(error="another"))
         store.register("gsm8k", 0, ["a"], "digest")
-        with Store.open(path) as reader:
-            assert reader.cells() == [cell()]
-            assert store.save(cell("tova"))
-            assert reader.cells() == [cell(), cell("tova")]
-            assert "cannot be written" in refusal(reader.save, cell("random"))
+        assert read(path) == store.cells() == [cell()]
+        assert store.save(cell("tova"))
+        assert read(path) == store.cells() == [cell(), cell("tova")]
 
 
 def test_a_second_process_is_refused_in_a_sentence_until_the_first_has_ended(path: Path) -> None:
@@ -137,7 +136,7 @@ def test_a_second_process_is_refused_in_a_sentence_until_the_first_has_ended(pat
             said = another.apply(refusal, (begin, path))
             assert "Another process is adding to" in said and said == another.apply(refusal, (check_free, path))
             with Store.open(path) as reader:
-                assert reader.done() == {(KEY, "knorm(keep=0.5)")}
+                assert reader.done() == {(*KEY, "knorm(keep=0.5)")}
             assert store.save(cell("tova"))
         assert another.apply(refusal, (check_free, path)) == another.apply(refusal, (begin, path)) == ""
 
@@ -156,16 +155,6 @@ def test_a_process_that_was_killed_holds_no_file(path: Path) -> None:
     process.kill()
     process.join()
     put(path, cell())
-
-
-def test_reads_where_it_must_not_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(path, cell())
-    before = path.read_bytes()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # who runs the tests may be allowed everything
-    with Store.open(path) as opened:
-        assert opened.cells() == [cell()]
-        assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -192,79 +181,125 @@ def test_other_examples_and_files_of_other_versions_are_refused(path: Path) -> N
         opened.register("gsm8k", 1, ["b"], "another")
         said = refusal(opened.register, "gsm8k", 0, ["a"], "another")
         assert "gsm8k's examples with seed 0 differ from those in" in said
-    for version in (1, 3, 7):
-        with sqlite3.connect(path) as database:
-            database.execute(f"PRAGMA user_version = {version}")
-        database.close()
-        said = f"is of another version of keepset (format {version}, this one's is 4)"
+    whole = path.read_bytes()
+    for version in (1, 4, 7):
+        path.write_bytes(whole.replace(b'"keepset sweep": 5', f'"keepset sweep": {version}'.encode()))
+        said = f"is of another version of keepset (format {version}, this one's is 5)"
         assert said in refusal(begin, path) and said in refusal(Store.open, path)
+        assert path.read_bytes() != whole
 
 
-@pytest.mark.parametrize("left", ["nothing", "a database without tables"])
-def test_a_file_that_was_left_at_once_is_a_new_one(path: Path, left: str) -> None:
-    path.touch()
-    if left != "nothing":
-        with sqlite3.connect(path) as database:
-            database.execute("PRAGMA journal_mode = WAL")
-        database.close()
-        assert path.stat().st_size > 0
+def test_what_a_crash_cut_short_is_missing_and_written_again(path: Path) -> None:
+    """After every byte of the last cell, and of the examples before it; what the reader sees and what is left."""
     put(path, cell())
-    assert read(path) == [cell()]
-
-
-@pytest.mark.parametrize("kind", ["text", "database", "random"])
-def test_a_file_that_is_no_sweep_is_refused_and_left_alone(path: Path, kind: str) -> None:
-    if kind == "database":
-        with sqlite3.connect(path) as database:
-            database.execute("CREATE TABLE cells (cell)")
-        database.close()
-    else:
-        path.write_bytes(b"Dear diary,\n" * 1000 if kind == "text" else bytes(range(256)) * 64)
     before = path.read_bytes()
-    assert NO_SWEEP in refusal(begin, path) and NO_SWEEP in refusal(Store.open, path)
+    with begin(path) as opened:
+        opened.register("gsm8k", 1, ["a"], "another")
+        assert opened.save(cell("tova"))
+    whole = path.read_bytes()
+    assert whole.startswith(before) and whole.count(b"\n") == 5
+    for length in range(len(before), len(whole)):
+        path.write_bytes(whole[:length])
+        assert read(path) == [cell()] and path.read_bytes() == whole[:length]
+        with begin(path) as opened:
+            assert path.read_bytes() == whole[: whole[:length].rfind(b"\n") + 1]
+            opened.register("gsm8k", 1, ["a"], "another")
+            assert opened.save(cell("tova"))
+        assert path.read_bytes() == whole
+    path.write_bytes(b"")  # it was killed before the first line
+    put(path, cell())
+    assert path.read_bytes() == before
+
+
+def sqlite(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE cells (cell)")
+    database.close()
+
+
+def damaged(old: bytes, new: bytes) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        put(path, *(cell(f"knorm(sinks={i}, keep=0.5)") for i in range(9)))
+        whole = path.read_bytes()
+        path.write_bytes(whole.replace(old, new, 1))
+        assert path.read_bytes() != whole
+
+    return damage
+
+
+OUTCOME = json.dumps(cell().to_json()["outcome"]).encode()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.write_bytes(b"Dear diary,\n" * 1000), NO_SWEEP),
+        (lambda path: path.write_bytes(bytes(range(256)) * 64), NO_SWEEP),
+        (lambda path: path.write_bytes(b"a word"), NO_SWEEP),
+        (lambda path: path.write_bytes(b'{"keepset": 5}\n'), NO_SWEEP),
+        (lambda path: path.write_bytes(b"[" * 100_000 + b"\n"), NO_SWEEP),
+        (sqlite, "is an SQLite file, as older versions of keepset wrote: use such a version, or name another file."),
+        *(
+            (damaged(old, new), NO_SWEEP)
+            for old, new in [
+                (b"accuracy", b"\xff\xff"),
+                (b"}\n{", b"}{"),
+                (b'"seed"', b'"seeds"'),
+                (b'"configuration": {', b'"configuration": [{'),
+                (OUTCOME, b'{"score": 1}'),
+                (b"\n", b"\n[]\n"),
+            ]
+        ),
+    ],
+)
+def test_what_is_no_sweep_or_damaged_is_refused_and_left_alone(
+    path: Path, make: Callable[[Path], Any], said: str
+) -> None:
+    make(path)
+    before = path.read_bytes()
+    assert said in refusal(begin, path) and said in refusal(Store.open, path)
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_a_damaged_file_is_refused(path: Path) -> None:
-    put(path, *(cell(f"knorm(sinks={i}, keep=0.5)") for i in range(100)))
-    whole = path.read_bytes()
-    for damaged in (whole[: len(whole) // 2 // 4096 * 4096], whole[:8192] + b"\xff" * 4096 + whole[12288:]):
-        path.write_bytes(damaged)
-        assert NO_SWEEP in refusal(begin, path)
-    path.write_bytes(whole)
-    put(path, cell("one more"))
-
-
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({**cell().to_json(), "outcome": {"score": 1}})])
-def test_a_cell_that_is_none_is_refused(path: Path, text: str) -> None:
-    put(path, cell())
+def test_a_cell_of_no_example_is_refused(path: Path) -> None:
     with begin(path) as opened:
-        opened._database.execute("UPDATE cells SET cell = ?", [text])
+        assert opened.save(cell())
         assert NO_SWEEP in refusal(opened.cells)
 
 
-def test_a_full_disk_or_a_file_that_cannot_be_written_is_said_and_what_is_there_is_kept(path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_line_that_cannot_be_written_is_taken_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """After a part of it: on a full disk, which is said, or when somebody stops the command."""
     put(path, cell())
+    before, write = path.read_bytes(), os.write
     with begin(path) as opened:
-        (pages,) = opened._database.execute("PRAGMA page_count").fetchone()
-        opened._database.execute(f"PRAGMA max_page_count = {pages}")
-        long = cell("long", error="x" * 100_000)
-        said = refusal(opened.save, long)
-        assert "cannot be written (database or disk is full): make room there" in said
-        assert said.endswith("cells that are there are kept.")
-        opened._database.execute(f"PRAGMA max_page_count = {pages + 1000}")
-        opened._database.execute("PRAGMA query_only = 1")
-        said = refusal(opened.save, long)
-        assert "cannot be written" in said and "make it writable, or name another" in said
-        opened._database.execute("PRAGMA query_only = 0")
-        assert opened.save(long)
-    assert read(path) == [cell(), long]
+        parts = iter([10, 1])
+
+        def partly(descriptor: int, data: Any) -> int:
+            if (part := next(parts, None)) is None:
+                raise error
+            return write(descriptor, data[:part])
+
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", partly)
+            if isinstance(error, OSError):
+                said = refusal(opened.save, cell("long"))
+                assert "cannot be written (No space left on device): make room there" in said
+                assert said.endswith("cells that are there are kept.")
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    opened.save(cell("long"))
+        assert path.read_bytes() == before and opened.done() == {(*KEY, "knorm(keep=0.5)")}
+        assert opened.save(cell("long"))
+    assert read(path) == [cell(), cell("long")]
 
 
 def test_no_place_for_a_file_is_said(path: Path) -> None:
     assert "cannot be written (Is a directory)" in refusal(begin, path.parent)
-    assert "cannot be written (No such file or directory)" in refusal(begin, path.parent / "missing" / "sweep.sqlite")
+    assert "cannot be written (No such file or directory)" in refusal(begin, path.parent / "missing" / "sweep.jsonl")
     said = refusal(Store.open, path)
     assert refusal(Store.open, path.parent).startswith(f"{str(path.parent)!r} is a folder")
     assert said.startswith("There is no file") and "name a file that `keepset eval` has written" in said

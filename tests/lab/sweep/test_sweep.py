@@ -10,13 +10,13 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-import torch
 
 from keepset.errors import KeepsetError
 from keepset.lab.candidate import Candidate
 from keepset.lab.record import FULL, Record
+from keepset.lab.sweep.engine import Skipped
 from keepset.lab.sweep.store import Store
-from keepset.lab.sweep.sweep import Skipped, SweepGrid, digest, run
+from keepset.lab.sweep.sweep import SweepGrid, digest, run
 from keepset.lab.tasks.task import Example, Question, Task
 from tests.lab.sweep.sweeping import (
     CONFIGURATION,
@@ -26,8 +26,8 @@ from tests.lab.sweep.sweeping import (
     complete,
     expected,
     grid,
-    groups_of,
     in_order,
+    portions_of,
     sweep,
 )
 
@@ -45,7 +45,7 @@ def names(records: Sequence[Record]) -> list[str]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "sweep.sqlite"
+    return tmp_path / "sweep.jsonl"
 
 
 @pytest.fixture
@@ -55,14 +55,13 @@ def notes(tmp_path: Path) -> Path:
 
 @dataclass
 class Watched(Scripted):
-    """Is told of each cell before it is given away, and may raise an error."""
+    """Is told of each cell before it is given away, and may raise an error or give something else."""
 
-    note: Callable[[Scripted, Record], None] = lambda runner, record: None
+    note: Callable[[Scripted, Any], Skipped | None] = lambda engine, record: None
 
-    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
-        for record in super().run(task, example, todo, seed):
-            self.note(self, record)
-            yield record
+    def cells(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record | Skipped]:
+        for record in super().cells(task, example, todo, seed):
+            yield self.note(self, record) or record
 
 
 def test_every_recipe_meets_every_example_once(path: Path, notes: Path) -> None:
@@ -85,8 +84,8 @@ def test_recipes_tasks_and_seeds_can_be_added(path: Path, notes: Path) -> None:
 @pytest.mark.parametrize(("stop_at", "decodes"), [(8, False), (1, True), (2, True), (8, True)])
 def test_a_killed_sweep_loses_only_what_was_under_way(path: Path, notes: Path, stop_at: int, decodes: bool) -> None:
     asked = grid(decodes=decodes)
-    runner = Scripted(notes, stop_at=stop_at)
-    killed = get_context("fork").Process(target=sweep, args=(path, asked, runner))
+    engine = Scripted(notes, stop_at=stop_at)
+    killed = get_context("fork").Process(target=sweep, args=(path, asked, engine))
     killed.start()
     while killed.is_alive() and not notes.with_name("waiting").exists():
         time.sleep(0.01)
@@ -111,19 +110,15 @@ def test_of_tasks_that_decode_a_recipe_comes_to_all_examples_before_the_next(pat
     assert [seed + example for _, seed, example, _ in parts[:6]] == ["01", "00", "10", "02", "12", "11"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you...")],
-)
-def test_where_memory_is_not_enough_the_next_run_tries_again(path: Path, notes: Path, error: Exception) -> None:
-    def note(runner: Scripted, record: Record) -> None:
-        if record.example == "1" and record.recipe == RECIPES[1]:
-            raise error
+def test_where_memory_is_not_enough_the_next_run_tries_again(path: Path, notes: Path) -> None:
+    skipped = Skipped("counting@8", RECIPES[1], "memory was not enough")
+
+    def note(engine: Scripted, record: Record) -> Skipped | None:
+        return skipped if record.example == "1" and record.recipe == RECIPES[1] else None
 
     asked = grid(["counting@8"], [0])
     with Store.begin(path, "model", CONFIGURATION) as store:
-        lost = complete(store, asked, Watched(notes, note=note))
-        assert lost == [Skipped("counting@8", RECIPES[1], "memory was not enough")]
+        assert complete(store, asked, Watched(notes, note=note)) == [skipped]
         assert len(store.done()) == 8 and not asked.is_done(store)
         assert complete(store, asked, Scripted(notes)) == []
         assert asked.is_done(store)
@@ -132,8 +127,8 @@ def test_where_memory_is_not_enough_the_next_run_tries_again(path: Path, notes: 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), RuntimeError("a bug")])
 def test_what_ends_a_sweep_leaves_its_cells(path: Path, notes: Path, error: BaseException) -> None:
-    def note(runner: Scripted, record: Record) -> None:
-        if runner.made == 6:
+    def note(engine: Scripted, record: Record) -> None:
+        if engine.made == 6:
             raise error
 
     with pytest.raises(type(error)):
@@ -145,10 +140,10 @@ def test_is_done_when_every_cell_is_there(path: Path, notes: Path) -> None:
     asked = grid()
     with Store.begin(path, "model", CONFIGURATION) as store:
         assert not asked.is_done(store)
-        groups = groups_of(asked, store)
-        run(store, groups[1:], Scripted(notes), lambda: None)
+        portions = portions_of(asked, store)
+        run(store, portions[1:], Scripted(notes), lambda: None)
         assert not asked.is_done(store)
-        run(store, groups[:1], Scripted(notes), lambda: None)
+        run(store, portions[:1], Scripted(notes), lambda: None)
         assert asked.is_done(store)
         assert not grid(seeds=[0, 1, 2]).is_done(store)
         assert not grid(recipes="random").is_done(store)
@@ -174,7 +169,7 @@ def test_a_sample_is_of_the_seed_in_the_order_of_the_data_and_larger_ones_hold_s
     def drawn(sample: int | float | None, name: str = "many", seeds: Sequence[int] = (0,)) -> list[int]:
         asked = SweepGrid([Counting(name, most=40)], seeds, {name: []}, None, sample)
         with Store.begin(path.with_name(uuid4().hex), "model", {}) as store:
-            return [int(group.example.id) for group in groups_of(asked, store)]
+            return [int(example.id) for portion in portions_of(asked, store) for _, example in portion.examples]
 
     ten = drawn(10)
     assert ten == sorted(ten) == drawn(0.25) and len(set(ten)) == 10 and ten != list(range(10))

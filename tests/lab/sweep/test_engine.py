@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ import keepset
 from keepset import Budget, KeepsetError, Recipe
 from keepset.lab.analysis.events import EventFigures, repetition_rate
 from keepset.lab.candidate import Candidate, candidates
+from keepset.lab.generation import Answer
 from keepset.lab.record import FULL, Record
-from keepset.lab.sweep.runner import CellRun, Runner
+from keepset.lab.sweep.engine import Engine, Portion, Skipped
+from keepset.lab.sweep.prompts import Asking
 from keepset.lab.tasks.task import Example, Question
 from tests.hf.models import hooks_on, tiny
 from tests.lab.sweep.asked import CHAT, Exact, letters, scripted, timeless, watched
@@ -44,8 +47,12 @@ def run(
     seed: int = 0,
     **options: Any,
 ) -> list[Record]:
-    options = {"mode": "agnostic", "chat": False, **options}
-    return list(Runner(model or tiny("llama"), TOKENIZER, **options).run(task or Exact(), example, todo, seed))
+    asking = Asking(**{"mode": "agnostic", "chat": False, **options})
+    cells = list(
+        Engine(model or tiny("llama"), TOKENIZER, asking).answer(Portion(task or Exact(), [(seed, example)], todo))
+    )
+    assert not any(isinstance(cell, Skipped) for cell in cells)
+    return [cell for cell in cells if isinstance(cell, Record)]
 
 
 def replies(cell: Record) -> list[Any]:
@@ -256,7 +263,9 @@ def expected() -> list[Record]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory"), KeepsetError("Not these.")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory"), KeepsetError("Not these.")]
+)
 def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exception, expected: list[Record]) -> None:
     def refuse(calls: list[tuple[int, int]]) -> None:
         if calls[-1][0] > 1 and len(calls) > 12:
@@ -283,8 +292,10 @@ def test_what_has_no_room_waits(monkeypatch: pytest.MonkeyPatch, starts: int, ex
     assert len(calls) == len(TODO) + 1
     calls.clear()
     starts = 0
-    with pytest.raises(MemoryError):
-        run(TODO, example=GENERATED)
+    engine = Engine(tiny("llama"), TOKENIZER, Asking("agnostic", chat=False))
+    first, *others = engine.answer(Portion(Exact(), [(0, GENERATED)], TODO))
+    assert first == Skipped("exact", FULL, "memory was not enough")
+    assert [timeless(cell) for cell in others if isinstance(cell, Record)] == expected[1:]
 
 
 # --- one recipe on many examples
@@ -303,26 +314,28 @@ DECODING = [
 ]
 
 
-def asked(text: str, task: Exact) -> list[CellRun]:
+def asked(text: str, task: Exact) -> Portion:
     """The words, of which every second is asked two questions."""
     candidate = parsed()[0] if text == FULL else parsed(text)[1]
-    return [
-        CellRun(task, 3, Example(str(at), "", questions[: 1 + at % 2], {"at": float(at)}), candidate)
+    examples = [
+        (3, Example(str(at), "", questions[: 1 + at % 2], {"at": float(at)}))
         for at, word in enumerate(WORDS)
         for questions in [(Question(word, "x"), Question(f"{word} And then?", "y"))]
     ]
+    return Portion(task, examples, [candidate])
 
 
-def decoded(each: Sequence[CellRun], model: Any = None, **options: Any) -> dict[str, Record]:
-    runner = Runner(model or tiny("llama"), TOKENIZER, mode="prompt", chat=False, **options)
-    cells = {done.example.id: cell for done, cell in runner.decode(map(replace, each))}
-    assert list(sorted(cells)) == [one.example.id for one in each]
-    return {name: cell for name, cell in cells.items() if cell is not None}
+def decoded(portion: Portion, model: Any = None, **options: Any) -> dict[str, Record]:
+    """The cells by example; one is missing if memory was not enough for it."""
+    engine = Engine(model or tiny("llama"), TOKENIZER, Asking(chat=False, **options))
+    cells = list(engine.answer(portion))
+    assert len(cells) == len(portion)
+    return {cell.example: cell for cell in cells if isinstance(cell, Record)}
 
 
-def one_by_one(each: Sequence[CellRun], model: Any = None, **options: Any) -> dict[str, Record]:
-    options = {"model": model, "mode": "prompt", **options}
-    alone = (run([one.candidate], task=one.task, example=one.example, seed=one.seed, **options) for one in each)
+def one_by_one(portion: Portion, model: Any = None, **options: Any) -> dict[str, Record]:
+    options = {"model": model, "mode": "prompt", "task": portion.task, **options}
+    alone = (run(portion.candidates, example=example, seed=seed, **options) for seed, example in portion.examples)
     return {cell.example: cell for [cell] in alone}
 
 
@@ -340,17 +353,37 @@ def all_timeless(cells: dict[str, Record]) -> dict[str, Record]:
 def test_of_many_examples_side_by_side_cells_are_those_of_each_alone(
     monkeypatch: pytest.MonkeyPatch, text: str, architecture: str, temperature: float
 ) -> None:
-    model, each = tiny(architecture), asked(text, Exact(12, tuple("abcdef"), decodes=True))
-    expected = one_by_one(each, model, temperature=temperature)
-    monkeypatch.setattr("keepset.lab.sweep.runner.MOST", 3)  # so that some begin while others go on
+    model, portion = tiny(architecture), asked(text, Exact(12, tuple("abcdef"), decodes=True))
+    expected = one_by_one(portion, model, temperature=temperature)
+    monkeypatch.setattr("keepset.lab.sweep.engine.MOST", 3)  # so that some begin while others go on
     with watched(model) as calls:
-        found = decoded(each, model, temperature=temperature)
+        found = decoded(portion, model, temperature=temperature)
     assert max(rows for rows, _ in calls) == 3
     assert all_timeless(found) == all_timeless(expected)
     assert all(cell.error is None for cell in found.values()), [cell.error for cell in found.values()]
     assert len({cell.figures["tokens"] for cell in found.values()}) > 1
     assert max(cell.figures["batch"] for cell in found.values()) > 2
     assert all(cell.figures["batch"] == 1 for cell in expected.values())
+
+
+def test_a_cache_is_freed_with_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next one begins, though cells of an example wait for those before them."""
+    live, left = WeakSet[Answer](), list[int]()
+
+    class Noted(Answer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            left.append(len(live))
+            live.add(self)
+
+    monkeypatch.setattr("keepset.lab.sweep.engine.Answer", Noted)
+    engine = Engine(tiny("llama"), TOKENIZER, Asking(chat=False, alone=True))
+    shared = Portion(Exact(), [(0, ONE)], parsed("snapkv(window=8, keep=0.5)", "knorm(keep=0.5)"))
+    decoding = asked(DECODING[0], Exact(3, decodes=True))
+    decoding = replace(decoding, examples=decoding.examples[::2])  # of one question each
+    for portion in (shared, decoding):
+        assert all(isinstance(cell, Record) for cell in engine.answer(portion))
+    assert left == [0] * (len(shared) + len(decoding))
 
 
 def test_an_answer_may_end_at_its_first_token() -> None:
@@ -378,7 +411,7 @@ def one_by_one_decoded() -> dict[str, Record]:
 def test_no_cell_is_lost_but_what_memory_is_not_enough_for_alone(
     monkeypatch: pytest.MonkeyPatch, error: Exception, where: str, one_by_one_decoded: dict[str, Record]
 ) -> None:
-    model, each = tiny("llama"), asked(DECODING[0], Exact(12, decodes=True))
+    model, portion = tiny("llama"), asked(DECODING[0], Exact(12, decodes=True))
     others = hooks_on(model)  # of caches that other tests still hold
     original, failed = keepset.Cache.attend, list[int]()
 
@@ -399,7 +432,7 @@ def test_no_cell_is_lost_but_what_memory_is_not_enough_for_alone(
 
     monkeypatch.setattr(keepset.Cache, "attend", attend)
     with watched(model, refuse) as calls:
-        found = decoded(each, model)
+        found = decoded(portion, model)
     wrong = {name for name, cell in found.items() if cell.error is not None}
     assert wrong == ({"2"} if isinstance(error, KeepsetError) and where == "row" else set())
     assert one_by_one_decoded.keys() - found.keys() == ({"4"} if where == "one prompt" else set())
@@ -409,20 +442,23 @@ def test_no_cell_is_lost_but_what_memory_is_not_enough_for_alone(
 
 
 def test_of_a_model_whose_caches_cannot_each_is_asked_alone() -> None:
-    model, each = tiny("gemma3"), asked(DECODING[0], Exact(6, decodes=True))[:4]
+    model, portion = tiny("gemma3"), asked(DECODING[0], Exact(6, decodes=True))
+    portion = replace(portion, examples=portion.examples[:4])
     with watched(model) as calls:
-        found = decoded(each, model)
+        found = decoded(portion, model)
     assert {rows for rows, _ in calls} == {1}
-    assert all_timeless(found) == all_timeless(one_by_one(each, model))
+    assert all_timeless(found) == all_timeless(one_by_one(portion, model))
 
 
 def test_what_cannot_be_asked_is_an_error_and_the_others_go_on() -> None:
-    each = asked(DECODING[0], Exact(6, decodes=True))
-    each[1] = replace(each[1], example=replace(each[1].example, questions=(Question("x" * 600, "y"),)))
-    each[2] = replace(each[2], candidate=replace(each[2].candidate, recipe=None, error="It does not go."))
-    cells = decoded(each)
-    assert "does not fit the model's context" in (cells["1"].error or "") and cells["2"].error == "It does not go."
-    assert all(cells[name].error is None for name in cells.keys() - {"1", "2"})
+    portion = asked(DECODING[0], Exact(6, decodes=True))
+    examples, [candidate] = list(portion.examples), portion.candidates
+    examples[1] = (3, replace(examples[1][1], questions=(Question("x" * 600, "y"),)))
+    cells = decoded(replace(portion, examples=examples))
+    assert "does not fit the model's context" in (cells["1"].error or "")
+    assert all(cells[name].error is None for name in cells.keys() - {"1"})
+    cells = decoded(replace(portion, candidates=[replace(candidate, recipe=None, error="It does not go.")]))
+    assert len(cells) == len(WORDS) and {cell.error for cell in cells.values()} == {"It does not go."}
 
 
 # --- the same for the same seed
@@ -569,7 +605,8 @@ def test_whatever_happens_no_hook_stays_on_the_model(text: str, call: int) -> No
     with watched(model, stop), pytest.raises(KeyboardInterrupt):
         run(parsed(text)[1:])
     assert hooks_on(model) == before
-    running = Runner(model, TOKENIZER, mode="agnostic", chat=False).run(Exact(), EXAMPLE, parsed(text), 0)
+    portion = Portion(Exact(), [(0, EXAMPLE)], parsed(text))
+    running = Engine(model, TOKENIZER, Asking("agnostic", chat=False)).answer(portion)
     next(running)
     running.close()
     assert hooks_on(model) == before
@@ -581,6 +618,6 @@ def test_tables_are_not_judged_by_what_they_were_compiled_from(monkeypatch: pyte
         if recipe.method.name == "knorm":
             raise KeepsetError("compiled from it")
 
-    monkeypatch.setattr("keepset.lab.sweep.runner.refuse_contaminated", refuse)
+    monkeypatch.setattr("keepset.lab.sweep.engine.refuse_contaminated", refuse)
     full, seen, other = run(candidates(Recipe.parse_list("knorm, tova"), [Budget(0.5)]))
     assert (full.error, seen.error, other.error) == (None, "compiled from it", None)
