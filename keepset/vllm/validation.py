@@ -332,6 +332,8 @@ def _of_others(config: VllmConfig, recipe: Recipe, other_specs: Sequence[KVCache
         return
     if contexts_of(config) is not None:
         yield "contexts hold layers that attend to all tokens, and the model has others; leave contexts out."
+    if recipe.schedule.turns:
+        yield "the model's other layers keep nothing between turns; leave turns=True out."
     if config.parallel_config.pipeline_parallel_size > 1:
         yield "a pipeline's stage does not know which layers of other stages are compressed; use tensor parallelism."
     dtype, attention = config.cache_config.cache_dtype, any(isinstance(spec, AttentionSpec) for spec in other_specs)

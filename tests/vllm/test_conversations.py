@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiers import FULL
 from tests.vllm.chats import ChatTurn, replay
-from tests.vllm.compared import IDS, answers_of, full, networks_file, result
+from tests.vllm.compared import IDS, NO_BINDING, answers_of, full, networks_file, result
 from tests.vllm.conftest import TINY, oracle_of, save_tiny
 from tests.vllm.engine import Ask, Result, Scenario, sealed
 from tests.vllm.oracle import Oracle
@@ -63,7 +63,7 @@ def check(turns: list[ChatTurn], engine: Result, first: int = 0) -> None:
     for number, turn in enumerate(turns, start=first):
         assert engine.tokens[number] == turn.answer
         assert engine.cached[number] == turn.reused
-        if engine.log and turn.reused:
+        if any(engine.events) and turn.reused:
             assert [kept for at, kept, _ in engine.events_of(number) if kept] == [turn.begins_with]
     if engine.log:
         engine.check_nothing_left()
@@ -135,6 +135,31 @@ def test_other_owners_and_names_are_other_conversations(model: Path, oracle: Ora
     engine = result(answers_of({"": scenario(RAGGED, model, asks, **signed)}), "")
     assert engine.cached == [0, 0, second.reused, 0, second.reused, 0, 0]
     assert [engine.tokens[number] for number in (0, 1, 2, 4)] == [first.answer] * 2 + [second.answer] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", [EQUAL, WHOLE])  # others divide a budget among heads of all ranks
+def test_ranks_that_share_the_heads(recipe: str, model: Path, chats: dict[str, list[ChatTurn]]) -> None:
+    engine = scenario(recipe, model, asked(chats[recipe]), tensor_parallel_size=2)
+    check(chats[recipe], result(answers_of({"": engine}, env=NO_BINDING), ""))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["int8_per_token_head", "fp8"])
+def test_pages_of_8_bits(kind: str, model: Path) -> None:
+    """What lies in such pages is moved as it is: answers are those of an engine that computes everything anew."""
+
+    def ask(asks: list[Ask]) -> Result:
+        return result(answers_of({"": scenario(WHOLE, model, asks, kv_cache_dtype=kind)}), "")
+
+    asks: list[Ask] = []
+    said: list[int] = []
+    for number, added in enumerate(SAID):
+        asks.append(Ask([*said, *added], ANSWERS, add=APART * number))
+        kept = ask(asks)
+        said = [*asks[-1].ids, *(kept.tokens[-1] or [])]
+    assert all(kept.cached[1:])
+    assert kept.tokens == [ask([Ask(turn.ids, ANSWERS)]).tokens[0] for turn in asks]
 
 
 def plain_chats(oracle: Oracle, number: int, turns: int, seed: int) -> list[list[ChatTurn]]:

@@ -415,6 +415,11 @@ def test_what_is_refused_beside_other_layers(
         validation.check_layers(config(**changes), recipe, layers, [spec(*kind)])
 
 
+def test_conversations_are_refused_beside_layers_that_forget() -> None:
+    with pytest.raises(KeepsetError, match="the model's other layers keep nothing between turns"):
+        validation.check_layers(config(**SERVED), Recipe.parse(TURNS), [layer(4)], [spec(*WINDOWS)])
+
+
 def test_layers_that_cannot_be_compressed_together() -> None:
     recipe, chunks = Recipe.parse(UNIFORM), spec("ChunkedLocalAttentionSpec", {"attention_chunk_size": 128})
     with pytest.raises(KeepsetError, match="so there is nothing to compress; serve the model without a recipe"):
