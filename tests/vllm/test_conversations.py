@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ RAGGED = "adakv(snapkv(window=8), keep=70, turns=True)"
 POOLED = "pool(snapkv(window=8), bytes=0.3, turns=True)"
 NETWORKS = "pool(distilled(stats='FILE'), bytes=0.3, turns=True)"
 WHOLE = "adakv(streaming_llm, keep=1.0, turns=True)"
-RECIPES = [EQUAL, RAGGED, POOLED, NETWORKS, WHOLE, "pyramid(snapkv(window=8), keep=80, turns=True)"]
 ENGINE: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": 160, "max_num_batched_tokens": 128}
 
 
@@ -70,58 +70,54 @@ def check(turns: list[ChatTurn], engine: Result, first: int = 0) -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {"": {}, "ahead": {"stub_streams": True}, "own process": {"own_process": True}}
+AGAIN = (0, 2, 3)
+"""Turns that are asked for again."""
+LEFT_OUT = {1: [(150, 163)], 3: [(40, 81), (170, 200)], 4: [(81, 100)]}
+"""Spans that the client leaves out from a turn on: part of an answer, older ones, and what is next to such a one."""
+CHATS: dict[str, dict[str, Any]] = {"goes on": {}, "again": {"again": AGAIN}, "left out": {"left_out": LEFT_OUT}}
+CASES = [
+    *((recipe, "goes on", "") for recipe in (POOLED, WHOLE, NETWORKS)),
+    *((POOLED, chat, "") for chat in ("again", "left out")),
+]
+MORE = [
+    *((recipe, "goes on", "") for recipe in (EQUAL, RAGGED, "pyramid(snapkv(window=8), keep=80, turns=True)")),
+    *((recipe, "goes on", way) for recipe in (EQUAL, POOLED) for way in ("ahead", "own process")),
+    *((recipe, chat, "") for recipe in (EQUAL, RAGGED, NETWORKS, WHOLE) for chat in ("again", "left out")),
+]
+"""A recipe, what a client does, and where the scheduler runs."""
 
 
 @pytest.fixture(scope="module")
-def chats(model: Path, oracle: Oracle) -> dict[str, list[ChatTurn]]:
-    return {recipe: replay(oracle, with_networks(recipe, model), SAID, ANSWERS) for recipe in RECIPES}
+def chats(model: Path, oracle: Oracle) -> dict[tuple[str, str], list[ChatTurn]]:
+    cases = dict.fromkeys((recipe, chat) for recipe, chat, _ in [*CASES, *(MORE if FULL else [])])
+    return {
+        (recipe, chat): replay(oracle, with_networks(recipe, model), SAID, ANSWERS, **CHATS[chat])
+        for recipe, chat in cases
+    }
 
 
 @pytest.fixture(scope="module")
-def answers(model: Path, chats: dict[str, list[ChatTurn]]) -> dict[Any, Any]:
-    ways = WAYS if FULL else {"": {}}
+def answers(model: Path, chats: dict[tuple[str, str], list[ChatTurn]]) -> dict[Any, Any]:
     return answers_of(
         {
-            (recipe, way): scenario(with_networks(recipe, model), model, asked(chats[recipe]), **more)
-            for recipe in RECIPES
-            for way, more in ways.items()
+            (recipe, chat, way): scenario(with_networks(recipe, model), model, asked(chats[recipe, chat]), **WAYS[way])
+            for recipe, chat, way in [*CASES, *(MORE if FULL else [])]
         }
     )
 
 
-@pytest.mark.parametrize("way", ["", *full(["ahead", "own process"])])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", [*CASES, *full(MORE)], ids=" ".join)
 def test_goes_on_as_a_model_would(
-    recipe: str, way: str, answers: dict[Any, Any], chats: dict[str, list[ChatTurn]]
+    case: tuple[str, str, str], answers: dict[Any, Any], chats: dict[tuple[str, str], list[ChatTurn]]
 ) -> None:
-    check(chats[recipe], result(answers, (recipe, way)))
-
-
-AGAIN = (0, 2, 3)
-
-
-@pytest.mark.parametrize("recipe", [RAGGED, *full([EQUAL, POOLED, NETWORKS, WHOLE])])
-def test_a_turn_that_is_asked_for_again_is_answered_alike(recipe: str, model: Path, oracle: Oracle) -> None:
-    """Nothing was dropped since the turn began; only what came after the prompt goes, and the last token is fed."""
-    named = with_networks(recipe, model)
-    turns = replay(oracle, named, SAID, ANSWERS, again=AGAIN)
-    assert [turn.answer for turn in turns[:2]] == [turns[0].answer] * 2
-    answer = answers_of({"": scenario(named, model, asked(turns))})
-    check(turns, result(answer, ""))
-
-
-LEFT_OUT = {1: [(150, 163)], 3: [(40, 81), (170, 200)], 4: [(81, 100)]}
-"""Spans that the client leaves out from a turn on: part of an answer, older ones, and what is next to such a one."""
-
-
-@pytest.mark.parametrize("recipe", [POOLED, *full([EQUAL, RAGGED, NETWORKS, WHOLE])])
-def test_what_a_client_leaves_out_is_dropped_and_nothing_computed_again(
-    recipe: str, model: Path, oracle: Oracle
-) -> None:
-    named = with_networks(recipe, model)
-    turns = replay(oracle, named, SAID, ANSWERS, left_out=LEFT_OUT)
-    assert turns[-1].reused < len(turns[-1].prompt) == sum(map(len, SAID)) + 4 * ANSWERS - 103
-    check(turns, result(answers_of({"": scenario(named, model, asked(turns))}), ""))
+    """Also if a turn is asked for again, of which nothing but the last token is computed, or something is left out."""
+    recipe, chat, _ = case
+    turns = chats[recipe, chat]
+    if chat == "again":
+        assert turns[1].answer == turns[0].answer and turns[1].reused == len(turns[1].prompt) - 1
+    if chat == "left out":
+        assert turns[-1].reused < len(turns[-1].prompt) == sum(map(len, SAID)) + 4 * ANSWERS - 103
+    check(turns, result(answers, case))
 
 
 def test_other_owners_and_names_are_other_conversations(model: Path, oracle: Oracle) -> None:
@@ -138,28 +134,28 @@ def test_other_owners_and_names_are_other_conversations(model: Path, oracle: Ora
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", [EQUAL, WHOLE])  # others divide a budget among heads of all ranks
-def test_ranks_that_share_the_heads(recipe: str, model: Path, chats: dict[str, list[ChatTurn]]) -> None:
-    engine = scenario(recipe, model, asked(chats[recipe]), tensor_parallel_size=2)
-    check(chats[recipe], result(answers_of({"": engine}, env=NO_BINDING), ""))
+def test_ranks_that_share_the_heads(model: Path, chats: dict[tuple[str, str], list[ChatTurn]]) -> None:
+    turns = chats[EQUAL, "goes on"]
+    engine = scenario(EQUAL, model, asked(turns), tensor_parallel_size=2)
+    check(turns, result(answers_of({"": engine}, env=NO_BINDING), ""))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["int8_per_token_head", "fp8"])
-def test_pages_of_8_bits(kind: str, model: Path) -> None:
+def test_pages_of_8_bits(model: Path) -> None:
     """What lies in such pages is moved as it is: answers are those of an engine that computes everything anew."""
-
-    def ask(asks: list[Ask]) -> Result:
-        return result(answers_of({"": scenario(WHOLE, model, asks, kv_cache_dtype=kind)}), "")
-
-    asks: list[Ask] = []
-    said: list[int] = []
-    for number, added in enumerate(SAID):
-        asks.append(Ask([*said, *added], ANSWERS, add=APART * number))
-        kept = ask(asks)
-        said = [*asks[-1].ids, *(kept.tokens[-1] or [])]
-    assert all(kept.cached[1:])
-    assert kept.tokens == [ask([Ask(turn.ids, ANSWERS)]).tokens[0] for turn in asks]
+    texts = [IDS[:end] for end in (150, 230, 400, 416)]
+    turns = [Ask(text, ANSWERS, add=APART * number) for number, text in enumerate(texts)]
+    apart = [replace(ask, extra={"keepset": {"conversation": str(ask.add)}}) for ask in turns]
+    cases = {
+        (kind, name): scenario(WHOLE, model, asks, kv_cache_dtype=kind)
+        for kind in ("int8_per_token_head", "fp8")
+        for name, asks in (("together", turns), ("apart", apart))
+    }
+    engines = answers_of(cases)
+    for kind, _ in list(cases)[::2]:
+        together, alone = (result(engines, (kind, name)) for name in ("together", "apart"))
+        assert together.cached == [0, 150, 230, 400] and not any(alone.cached)
+        assert together.tokens == alone.tokens
 
 
 def plain_chats(oracle: Oracle, number: int, turns: int, seed: int) -> list[list[ChatTurn]]:
@@ -173,7 +169,7 @@ def plain_chats(oracle: Oracle, number: int, turns: int, seed: int) -> list[list
     return chats
 
 
-@pytest.mark.parametrize("case", [("", 0), *full([("ahead", 0), ("ahead", 1), ("", 2), ("own process", 3)])])
+@pytest.mark.parametrize("case", [("", 0), *full([("ahead", 1), ("own process", 3)])])
 def test_nothing_is_mixed_up(case: tuple[str, int], model: Path, oracle: Oracle) -> None:
     """Many conversations at once in few pages, with turns that are asked for again, given up and preempted.
 
