@@ -391,7 +391,11 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             self._refused.add(request.request_id)
         elif num_external_tokens and (coming := self._coming.pop(request.request_id, None)) is not None:
             self._conversations.forget(coming.conversation)
-            hidden = sum(end - first for first, end in coming.conversation.left_out)
+            hidden, left_out = (
+                sum(end - first for first, end in spans)
+                for spans in (coming.conversation.left_out, coming.message.left_out)
+            )
+            stats.count(turns=1, tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
             if hidden and request.prefill_stats:  # the client has not sent these
                 request.prefill_stats.set(request.num_prompt_tokens - hidden, 0, num_external_tokens - hidden)
 

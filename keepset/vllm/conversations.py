@@ -17,6 +17,7 @@ from vllm.v1.request import Request
 
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import EndedTurn, NextTurn
+from keepset.vllm import stats
 from keepset.vllm.edits import Edit, Span, edit_of
 
 _CHANGED = 32
@@ -232,8 +233,10 @@ class Conversations:
             self.pool.free_blocks(conversation.real_blocks)
             conversation.is_lost = True
             return
-        for blocks, number in zip(conversation.blocks, emptied, strict=True):
-            self.pool.free_blocks(block for block in blocks[:number] if not block.is_null)
+        freed = [block for blocks, n in zip(conversation.blocks, emptied, strict=True) for block in blocks[:n]]
+        freed = [block for block in freed if not block.is_null]
+        self.pool.free_blocks(freed)
+        stats.count(blocks_freed=len(freed))
         null = [self.pool.null_block]
         conversation.blocks = [
             null * number + blocks[number:] for blocks, number in zip(conversation.blocks, emptied, strict=True)
@@ -279,6 +282,7 @@ class Conversations:
         if not (conversation.is_lost or conversation.is_busy):
             conversation.is_lost = True
             self.forget(conversation)
+            stats.count(conversations_lost=1)
 
 
 def positions_without(left_out: Sequence[Span], tokens: int) -> list[int]:

@@ -26,6 +26,10 @@ COUNTERS = {
     "entries_dropped": "Entries that compressions dropped, over layers and KV heads.",
     "blocks_freed": "KV-cache blocks that compressions returned to the pool.",
     "seconds": "Seconds that compressions took.",
+    "turns": "Requests that went on with a conversation.",
+    "tokens_reused": "Tokens of their prompts that were not computed.",
+    "tokens_left_out": "Tokens of conversations that clients have left out of later prompts.",
+    "conversations_lost": "Conversations whose pages were given to other requests.",
 }
 """The counters with their descriptions."""
 

@@ -117,7 +117,11 @@ def test_goes_on_as_a_model_would(
         assert turns[1].answer == turns[0].answer and turns[1].reused == len(turns[1].prompt) - 1
     if chat == "left out":
         assert turns[-1].reused < len(turns[-1].prompt) == sum(map(len, SAID)) + 4 * ANSWERS - 103
-    check(turns, result(answers, case))
+    engine = result(answers, case)
+    check(turns, engine)
+    counted = {name: engine.stats[name] for name in ("turns", "tokens_reused", "conversations_lost")}
+    reused = [turn.reused for turn in turns if turn.reused]
+    assert counted == {"turns": len(reused), "tokens_reused": sum(reused), "conversations_lost": 0}
 
 
 def test_other_owners_and_names_are_other_conversations(model: Path, oracle: Oracle) -> None:
