@@ -9,13 +9,11 @@ a request gets its first page a step before it begins, and the message names thi
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -30,21 +28,17 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from keepset.core.budget import Ranges, runs
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.layout_table import RequestKey
-from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_stays
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.compat import drafted_tokens
-from keepset.vllm.contexts import EVERYBODY
-from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
-from keepset.vllm.edits import Span
-from keepset.vllm.engine_context import active
+from keepset.vllm.engine_context import EngineContext, active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.recipe_support import rotates
 from keepset.vllm.request_options import SIGNING_KEY, RequestOptions, from_signed, has_key, parse_options
@@ -67,16 +61,12 @@ class StepMessage(KVConnectorMetadata):
         begin: requests with plans of their own that begin with the next step.
         ended: requests that have ended or were preempted.
         refused: requests whose options cannot be granted.
-        left: turns of conversations that have ended.
-        coming: turns that begin with a later step.
     """
 
     keys: dict[int, RequestKey] = field(default_factory=dict)
     begin: dict[str, PlanAndPages] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
-    left: list[EndedTurn] = field(default_factory=list)
-    coming: list[NextTurn] = field(default_factory=list)
 
 
 @dataclass
@@ -121,8 +111,6 @@ class KnownRequest:
         plan: how it is compressed.
         has_own: whether that is not the engine's way.
         ticket: the front end's ticket for it; "" if it has none.
-        is_turn: whether it may go on with a conversation, and leaves one.
-        is_named: whether it names its conversation.
         denied: whether its options cannot be granted, so that it ends with an error.
         next_event: the first event in any group of layers after the step before; infinite if there is none.
         preemptions: how often the request had been preempted when that was known: then its events come again.
@@ -131,24 +119,10 @@ class KnownRequest:
     request: Request
     plan: RequestPlan
     has_own: bool = False
-    is_turn: bool = False
-    is_named: bool = False
     ticket: str = ""
     denied: bool = False
     next_event: float = 0
     preemptions: int = 0
-
-
-class Turn(NamedTuple):
-    """A request that goes on with a conversation.
-
-    Attributes:
-        left_out: spans of positions of the conversation that the client has left out of its prompt.
-        prompt: the prompt that the client has sent.
-    """
-
-    left_out: Sequence[Span]
-    prompt: list[int] | None
 
 
 def images_of(request: Request) -> Ranges | None:
@@ -174,6 +148,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     """The KV connector of recipes whose counts come from the data, and of requests with their own budgets."""
 
     requires_kv_delivery = False
+    keeps_conversations = False
+    """Whether requests may be turns of conversations."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -189,10 +165,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         self._refused: set[str] = set()
         self._failed: set[str] = set()
         self._signed = is_signed(vllm_config)
-        self._begun: dict[str, list[int]] = {}  # in a process that computes, until it tells the scheduler
-        self._left: list[tuple[Conversation, EndedTurn]] = []
-        self._coming: dict[str, ComingTurn] = {}
-        self._to_begin: list[NextTurn] = []
         self._salt = secrets.token_hex(16)  # so no client can name the hashes of a context's pages
         if self._signed and role == KVConnectorRole.SCHEDULER and not has_key():
             raise UnsupportedEngineError(
@@ -219,34 +191,17 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         metadata, context = self._message, active()
         assert isinstance(metadata, StepMessage) and context is not None
         self._failed |= metadata.refused
-        if not (metadata.ended or metadata.begin or metadata.left or metadata.coming):
+        if not (metadata.ended or metadata.begin):
             return
-        kept = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
-        # Another stage of the pipeline may have all layers of a group.
-        groups = {number: context.groups[g.layer_names[0]] for number, g in enumerate(kept) if g.layer_names}
-        if metadata.left or metadata.coming:
-            if forward_context.attn_metadata is None:  # else events of earlier steps are over
-                context.events.run()
-            self._turn(groups, metadata)
-        for number, group in groups.items():
+        for number, group in self._groups(context).items():
             group.planner.requests.end(metadata.ended)
             for name, (plan, pages) in metadata.begin.items():
                 group.planner.requests.begin(pages[number], 0, name, plan)
 
-    def _turn(self, groups: Mapping[int, LayerGroup], metadata: StepMessage) -> None:
-        """Choose what stays of turns that have ended, and make coming ones go on with what ended ones have left."""
-        here = list(groups.values())
-        for left in metadata.left:
-            choose_what_stays(here, left.of_groups(list(groups)))
-        for coming in metadata.coming:
-            try:
-                emptied = dict(zip(groups, begin_turn(here, coming.of_groups(list(groups))), strict=True))
-                self._begun[coming.name] = [
-                    emptied.get(number, len(blocks)) for number, blocks in enumerate(coming.blocks)
-                ]
-            except RuntimeError as error:
-                logger.error("Request %s is computed without its conversation: %s", coming.name, error)
-                self._begun[coming.name] = []
+    def _groups(self, context: EngineContext) -> dict[int, LayerGroup]:
+        """Return this process's groups of compressed layers by number; another stage may have all layers of one."""
+        kept = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
+        return {number: context.groups[g.layer_names[0]] for number, g in enumerate(kept) if g.layer_names}
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return refused requests as requests whose caches could not be fetched, so that vLLM ends them."""
@@ -266,8 +221,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         if self._kv_cache_config.needs_kv_cache_zeroing:  # before the next step clears or copies pages
             context.events.run()
         blocks = context.emptied_blocks.drain()
-        turns, self._begun = self._begun, {}
-        return EmptiedBlockCounts(blocks, turns=turns) if blocks or turns else None
+        return EmptiedBlockCounts(blocks) if blocks else None
 
     # --- in the process that schedules
 
@@ -280,8 +234,9 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             options = self._options(request)
             known_request.ticket = options.ticket
+            if options.conversation is not None and not self.keeps_conversations:
+                raise KeepsetError("This server keeps no conversations: start it with turns=True in its recipe.")
             self._grant(request, options)
-            self._see_turn(request, options)
         except Exception as error:  # no option and no broken file may stop other requests
             is_known = isinstance(error, KeepsetError)
             logger.error("Request %s: %s", request.request_id, error, exc_info=not is_known)
@@ -294,29 +249,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         stats.refused(known_request.ticket, why)
         known_request.denied = True
         known_request.request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens
-
-    def _see_turn(self, request: Request, options: RequestOptions) -> None:
-        """Find out whether a new request is a turn of a conversation, and whose: it is text, compressed like others.
-
-        Raises:
-            KeepsetError: it names a conversation, and cannot be one's turn.
-        """
-        known_request, name = self._known[request.request_id], options.conversation
-        serves = self._recipe is not None and self._recipe.schedule.turns
-        text = not (request.prompt_embeds is not None or request.mm_features or request.skip_reading_prefix_cache)
-        known_request.is_turn = serves and text and not known_request.has_own
-        if name is not None and not known_request.is_turn:
-            raise KeepsetError(
-                "This server keeps no conversations: start it with turns=True in its recipe."
-                if not serves
-                else "A turn of a conversation is text, without log-probabilities of its prompt and with the server's "
-                "own recipe: leave conversation, or these, out."
-            )
-        name = name or request.session_id
-        known_request.is_named = name is not None
-        if known_request.is_turn and (name is not None or options.owner != EVERYBODY):
-            salt = json.dumps([options.owner, name, request.cache_salt])
-            hash_again(request, f"keepset {self._salt} {salt}")
 
     def _options(self, request: Request) -> RequestOptions:
         """Return a request's options. Behind a front end that signs, only signed options count."""
@@ -377,8 +309,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         name, known_request = request.request_id, self._known[request.request_id]
         if known_request.denied:
             return request.num_tokens - num_computed_tokens, True
-        if known_request.is_turn:
-            return self._go_on(request)
         if not known_request.has_own or self._managers[0].is_reserved(name):
             return 0, False
         # One at a time, so that unused reserved blocks do not keep other requests out.
@@ -389,75 +319,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens and self._known[request.request_id].denied:
             self._refused.add(request.request_id)
-        elif num_external_tokens and (coming := self._coming.pop(request.request_id, None)) is not None:
-            self._conversations.forget(coming.conversation)
-            hidden, left_out = (
-                sum(end - first for first, end in spans)
-                for spans in (coming.conversation.left_out, coming.message.left_out)
-            )
-            stats.count(turns=1, tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
-            if hidden and request.prefill_stats:  # the client has not sent these
-                request.prefill_stats.set(request.num_prompt_tokens - hidden, 0, num_external_tokens - hidden)
-
-    def _go_on(self, request: Request) -> tuple[int | None, bool]:
-        """Return from how many tokens a request goes on with a conversation, as `get_num_new_matched_tokens` does."""
-        name, conversations, known_request = request.request_id, self._conversations, self._known[request.request_id]
-        if (coming := self._coming.get(name)) is not None:
-            coming.is_waiting = coming.is_ready
-            return (coming.message.tokens if coming.is_ready else None), False
-        if (turn := self._turns.get(name)) is not None:  # it was preempted, and its conversation is gone
-            if turn.left_out:  # its prompt was put together from the conversation
-                self._deny(known_request, "The conversation's pages were needed by others: send the request again.")
-                return request.num_tokens, True
-            self._leave_turn(name)
-        found = None if request.skip_reading_prefix_cache else conversations.find(request, known_request.is_named)
-        if found is None:
-            return 0, False
-        plan = RequestPlan(self._recipe, after_context=True)
-        longest = self._vllm_config.model_config.max_model_len
-        coming = conversations.take(found[0], request, found[1], plan, longest)
-        if coming is None:
-            return 0, False
-        if not coming.message.compact:  # what would stay need not be chosen
-            self._left = [left for left in self._left if left[0] is not coming.conversation]
-        self._coming[name] = coming
-        self._to_begin.append(coming.message)
-        return None, False
-
-    def _leave_turn(self, name: str) -> None:
-        """Compute a request like any other."""
-        turn, known_request = self._turns.pop(name), self._known[name]
-        if turn.left_out:
-            self._say(known_request.request, turn.prompt)
-        known_request.plan, known_request.has_own = RequestPlan(self._recipe), False
-        for manager in self._managers:
-            manager.leave(name)
-
-    def _say(self, request: Request, ids: list[int] | None) -> None:
-        """Give a waiting request another prompt: a conversation's own tokens, or again those that the client sent."""
-        assert ids is not None
-        request.prompt_token_ids, request.num_prompt_tokens = ids, len(ids)
-        request._all_token_ids[:] = ids
-        for manager in self._managers:
-            manager.expect(request.request_id, len(ids) + request.max_tokens - 1)
-
-    def _arrive(self, turns: Mapping[str, Sequence[int]]) -> None:
-        """Take in which turns can begin."""
-        for name, emptied in turns.items():
-            coming = self._coming[name]
-            self._conversations.arrive(coming, emptied)
-            if not coming.is_ready:
-                del self._coming[name]
-            elif coming.is_given_up:
-                self._conversations.give_back(self._coming.pop(name))
-            else:
-                known_request = self._known[name]
-                self._turns[name] = Turn(coming.conversation.left_out, known_request.request.prompt_token_ids)
-                known_request.plan, known_request.has_own = coming.message.plan, True
-                if coming.conversation.left_out:
-                    self._say(known_request.request, coming.ids)
-                for manager, blocks in zip(self._managers, coming.conversation.blocks, strict=True):
-                    manager.adopt(name, blocks, coming.message.plan)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMessage:
         """Return the step's message to the workers: which requests reach an event, begin or have ended."""
@@ -469,8 +330,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             for name in late:
                 manager.withdraw(name)
         expected = StepMessage(begin=self._beginning, ended=ended | late, refused=self._refused)
-        if self._coming or self._left:
-            self._tell_turns(expected)
         self._waiting, self._beginning, self._refused = set(self._beginning), {}, set()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             known_request = self._known[name]
@@ -482,16 +341,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 known_request.next_event = min((event for event in events if event is not None), default=math.inf)
                 known_request.preemptions = request.num_preemptions
         return expected
-
-    def _tell_turns(self, message: StepMessage) -> None:
-        """Add turns that have ended, and those that come, to a message to the workers."""
-        # A turn that could have begun but has not gives its pages back, and waits without them.
-        for name in [name for name, coming in self._coming.items() if coming.is_waiting]:
-            self._conversations.give_back(self._coming.pop(name))
-            self._leave_turn(name)
-            message.ended.add(name)
-        message.left = [turn for conversation, turn in self._left if not conversation.is_lost]
-        message.coming, self._left, self._to_begin = self._to_begin, [], []
 
     def _expect_events(self, request: Request, before: int, after: int, expected: StepMessage) -> None:
         """Add the events that a step brings due for a request to the message to the workers."""
@@ -505,7 +354,6 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         freed = connector_output.kv_connector_worker_meta
         if not isinstance(freed, EmptiedBlockCounts):
             return
-        self._arrive(freed.turns)
         for (name, preemptions, group), blocks in freed.blocks.items():
             known_request = self._known.get(name)
             if (
@@ -517,46 +365,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. Its blocks may be freed at once."""
-        self._end_turn(request)
         self._known.pop(request.request_id, None)
         for manager in self._managers:
             manager.forget(request.request_id)
         return False, None
-
-    def _end_turn(self, request: Request) -> None:
-        """Leave a request's pages to the next turn of its conversation."""
-        name, tokens = request.request_id, request.num_computed_tokens
-        if (coming := self._coming.get(name)) is not None:
-            if coming.is_ready:
-                self._conversations.give_back(self._coming.pop(name))
-            else:
-                coming.is_given_up = True
-        elif (
-            name in self._known
-            and self._known[name].is_turn
-            and not self._known[name].denied
-            and self._managers[0].block_size <= tokens <= request.num_tokens
-            and request.status != RequestStatus.FINISHED_ERROR
-        ):
-            blocks = [manager.req_to_blocks[name] for manager in self._managers]
-            left_out = self._turns[name].left_out if name in self._turns else ()
-            conversation = self._conversations.leave(request, tokens, blocks, left_out)
-            self._left.append((conversation, conversation.ended))
-        self._turns.pop(name, None)
-
-    @cached_property
-    def _turns(self) -> dict[str, Turn]:
-        """The requests that go on with a conversation, by name."""
-        return {}
-
-    @cached_property
-    def _conversations(self) -> Conversations:
-        """The conversations that may go on, in the process that schedules."""
-        assert self._kv_cache_manager is not None
-        pool, first = self._kv_cache_manager.block_pool, self._managers[0]
-        conversations = Conversations(pool, first.block_size, pool.hash_block_size)
-        first.before_step = conversations.release_ended
-        return conversations
 
     @cached_property
     def _managers(self) -> list[KeepManager]:

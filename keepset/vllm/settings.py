@@ -43,12 +43,36 @@ CONTEXT_CONNECTOR = {
 }
 """The `kv_transfer_config` of an engine with contexts."""
 
+CONVERSATION_CONNECTOR = {
+    "kv_connector": "ConversationConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "keepset.vllm.conversation_connector",
+}
+"""The `kv_transfer_config` of recipes that compress conversations between turns."""
+
 _WHOLE = "adakv(streaming_llm, keep=1.0)"
 """The recipe of an engine that only serves contexts: nothing is dropped, and each head has its own pages."""
 
 
+def connector_of(recipe: Recipe | None, contexts: object) -> dict[str, str]:
+    """Return the `kv_transfer_config` of an engine.
+
+    Args:
+        recipe: its recipe; None if it only serves contexts.
+        contexts: its folder of contexts; None if it has none.
+    """
+    if contexts is not None:
+        return CONTEXT_CONNECTOR
+    return CONVERSATION_CONNECTOR if recipe is not None and recipe.schedule.turns else CONNECTOR
+
+
 def has_connector(config: VllmConfig, connector: dict[str, str]) -> bool:
-    """Return whether a configuration has keepset's KV connector `connector`: `CONNECTOR` or `CONTEXT_CONNECTOR`."""
+    """Return whether a configuration has one of keepset's KV connectors.
+
+    Args:
+        config: vLLM's configuration.
+        connector: the connector, as `connector_of` returns it.
+    """
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_connector_module_path == connector["kv_connector_module_path"]
 
@@ -126,7 +150,7 @@ def limits_of(config: VllmConfig) -> EngineLimits:
         drafts=config.speculative_config is not None,
         ahead=bool(config.scheduler_config.async_scheduling),
         cache_dtype=config.cache_config.cache_dtype,
-        connector=has_connector(config, CONNECTOR),
+        connector=has_connector(config, CONNECTOR) or has_connector(config, CONVERSATION_CONNECTOR),
         contexts=contexts_of(config) is not None,
         latents=model.use_mla,
         one_rotation=one_rotation(model.hf_text_config.to_dict()) and not model.using_transformers_backend(),
@@ -173,7 +197,7 @@ def engine_args(
     args: dict[str, Any] = {"additional_config": _additional_config(parsed, contexts, save_bytes)}
     if is_default:
         args["additional_config"][KEY] = True
-    args["kv_transfer_config"] = dict(CONNECTOR if contexts is None else CONTEXT_CONNECTOR)
+    args["kv_transfer_config"] = dict(connector_of(parsed, contexts))
     if parsed is None:
         return args
     parsed = served(parsed)

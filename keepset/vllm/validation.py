@@ -30,9 +30,10 @@ from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
 from keepset.vllm.recipe_support import COUNTED_AHEAD, INT8, lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
-    CONNECTOR,
     CONTEXT_CONNECTOR,
+    CONVERSATION_CONNECTOR,
     by_head,
+    connector_of,
     contexts_of,
     has_connector,
     is_compressed,
@@ -98,7 +99,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     connector = config.kv_transfer_config
     if contexts_of(config) is not None and connector is not None and connector.kv_load_failure_policy != "fail":
         yield "a context that a request names is never computed instead; leave kv_load_failure_policy out."
-    yield from _of_connectors(config)
+    yield from _of_connectors(config, recipe)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
@@ -118,9 +119,9 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
 
 
-def _of_connectors(config: VllmConfig) -> Iterator[str]:
+def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """Yield why another connector cannot run: it would store and load compressed pages as if they were whole."""
-    connector = CONNECTOR if contexts_of(config) is None else CONTEXT_CONNECTOR
+    connector = connector_of(recipe, contexts_of(config))
     transfer = config.kv_transfer_config
     if transfer is not None and not has_connector(config, connector):
         yield (
@@ -171,7 +172,7 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield from _lacking_for_turns(config)
     elif contexts_of(config) is None and caches_prefixes and not one_table(recipe):
         yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
-    connected = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
+    connected = has_connector(config, connector_of(recipe, contexts_of(config)))
     if not connected and config.speculative_config is not None and recipe.schedule.every is not None:
         yield "drafts must end before events, which a KV connector sees to; none is given."
     if not connected and config.model_config.is_multimodal_model:
@@ -187,7 +188,7 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 def _lacking_for_turns(config: VllmConfig) -> Iterator[str]:
     """Yield which arguments the configuration lacks to keep conversations."""
-    if contexts_of(config) is None and not has_connector(config, CONNECTOR):
+    if contexts_of(config) is None and not has_connector(config, CONVERSATION_CONNECTOR):
         yield "a KV connector must say which conversation a request goes on with; none is given."
     if config.cache_config.enable_prefix_caching:
         yield "conversations have their own pages, so that requests cannot share prefixes."

@@ -111,7 +111,7 @@ class Watch:
     def _watch_turns(self) -> Callable[[], None]:
         """Notes what requests go on with that are turns of conversations, as events; returns what undoes it."""
         from keepset.paged import turns
-        from keepset.vllm import connector
+        from keepset.vllm import conversation_connector as connector
 
         begin, execute = turns.begin_turn, turns.execute
         coming: list[Any] = []

@@ -51,9 +51,9 @@ def asked(turns: list[ChatTurn]) -> list[Ask]:
 
 
 def scenario(recipe: str, model: Path, asks: list[Ask], **engine: Any) -> Scenario:
-    from keepset.vllm.settings import CONNECTOR
+    from keepset.vllm.settings import CONVERSATION_CONNECTOR
 
-    more = {"model": str(model), "kv_transfer_config": CONNECTOR}
+    more = {"model": str(model), "kv_transfer_config": CONVERSATION_CONNECTOR}
     settings = {name: engine.pop(name) for name in ("own_process", "stub_streams", "preempt") if name in engine}
     return Scenario(recipe, asks, engine={**ENGINE, **more, **engine}, **settings)
 

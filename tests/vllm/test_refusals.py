@@ -27,7 +27,14 @@ from keepset.errors import UnsupportedEngineError
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.window import SnapKV
 from keepset.vllm.recipe_support import one_rotation, served
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, engine_args, recipe_of, serve_options
+from keepset.vllm.settings import (
+    CONNECTOR,
+    CONTEXT_CONNECTOR,
+    CONVERSATION_CONNECTOR,
+    engine_args,
+    recipe_of,
+    serve_options,
+)
 from tests.core.test_tables import random_tables
 from tests.methods.naive import Shape, random_statistics
 from tests.paged.methods import Mass
@@ -96,6 +103,13 @@ TWO_GPUS, TWO_STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2
 CARRIED = {"kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"], CONNECTOR["kv_connector"])}
 SERVED = {"enable_prefix_caching": False, **CARRIED}
 """A configuration for counts that come from the data."""
+TALKING = {
+    "enable_prefix_caching": False,
+    "kv_transfer_config": connector(
+        CONVERSATION_CONNECTOR["kv_connector_module_path"], CONVERSATION_CONNECTOR["kv_connector"]
+    ),
+}
+"""A configuration that keeps conversations."""
 CONTEXTS: dict[str, Any] = {
     "additional_config": {"keepset_contexts": str(Path(__file__).parent)},
     "kv_transfer_config": connector(CONTEXT_CONNECTOR["kv_connector_module_path"], "ContextConnector"),
@@ -172,7 +186,7 @@ OF_RECIPES: list[tuple[str, dict[str, Any], str]] = [
     (INT8, {"cache_dtype": FP8}, "it stores entries in 8 bits, and"),
     (FOUR, EIGHT, "it stores entries in 4 bits, and vLLM's pages hold 8 or 16; write bits=8."),
     *(
-        (TURNS, SERVED | changes, reason)
+        (TURNS, TALKING | changes, reason)
         for changes, reason in (
             (CONTEXTS, "conversations stay in memory, and contexts lie in files; leave"),
             (drafts(), "a conversation's pages hold no drafts; leave"),
@@ -181,7 +195,8 @@ OF_RECIPES: list[tuple[str, dict[str, Any], str]] = [
         )
     ),
     # These are served:
-    (TURNS, SERVED, ""),
+    (TURNS, CARRIED, f"{ONLY}ConversationConnector, {MOVED} BlockCountConnector out of kv_transfer_config."),
+    (TURNS, TALKING, ""),
     *(("expected_attention(keep=512)", {"cache_dtype": kind}, "") for kind in ("bfloat16", "fp8")),
     ("match(snapkv, biases=False, keep=0.25)", {"cache_dtype": "fp8_e4m3"}, ""),
     *(
@@ -417,7 +432,7 @@ def test_what_is_refused_beside_other_layers(
 
 def test_conversations_are_refused_beside_layers_that_forget() -> None:
     with pytest.raises(KeepsetError, match="the model's other layers keep nothing between turns"):
-        validation.check_layers(config(**SERVED), Recipe.parse(TURNS), [layer(4)], [spec(*WINDOWS)])
+        validation.check_layers(config(**TALKING), Recipe.parse(TURNS), [layer(4)], [spec(*WINDOWS)])
 
 
 def test_layers_that_cannot_be_compressed_together() -> None:

@@ -1,0 +1,261 @@
+"""`ConversationConnector`: lets requests go on with what the turn before has left in the pages.
+
+vLLM is told that a connector has the cache of the prompt's beginning. The scheduler gives the request the pages of the
+conversation in place of new ones, so nothing is loaded. The layers must know of it before its first step is planned. So
+are told a step earlier, drop what does not stay, and report which pages are empty. Only then the request begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from keepset.errors import KeepsetError
+from keepset.paged.eviction import RequestPlan
+from keepset.paged.layer_group import LayerGroup
+from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_stays
+from keepset.vllm import stats
+from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage, hash_again
+from keepset.vllm.contexts import EVERYBODY
+from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
+from keepset.vllm.edits import Span
+from keepset.vllm.engine_context import active
+from keepset.vllm.request_options import RequestOptions
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class TurnMessage(StepMessage):
+    """A message to the workers that also names turns.
+
+    Attributes:
+        left: turns that have ended.
+        coming: turns that begin with a later step.
+    """
+
+    left: list[EndedTurn] = field(default_factory=list)
+    coming: list[NextTurn] = field(default_factory=list)
+
+
+class Turn(NamedTuple):
+    """A request that goes on with a conversation.
+
+    Attributes:
+        left_out: spans of positions of the conversation that the client has left out of its prompt.
+        prompt: the prompt that the client has sent.
+    """
+
+    left_out: Sequence[Span]
+    prompt: list[int] | None
+
+
+class ConversationConnector(BlockCountConnector):
+    """The KV connector of recipes that compress conversations between turns."""
+
+    keeps_conversations = True
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._begun: dict[str, list[int]] = {}  # in a process that computes, until it tells the scheduler
+        # Requests that may be turns, and whether they name their conversation; of these, the ones that go on with one.
+        self._talking: dict[str, bool] = {}
+        self._turns: dict[str, Turn] = {}
+        self._coming: dict[str, ComingTurn] = {}
+        self._left: list[tuple[Conversation, EndedTurn]] = []
+        self._to_begin: list[NextTurn] = []
+
+    # --- in processes that compute
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata, context = self._message, active()
+        assert isinstance(metadata, TurnMessage) and context is not None
+        if metadata.left or metadata.coming:
+            if forward_context.attn_metadata is None:  # else events of earlier steps are over
+                context.events.run()
+            self._turn(self._groups(context), metadata)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def _turn(self, groups: Mapping[int, LayerGroup], metadata: TurnMessage) -> None:
+        """Choose what stays of turns that have ended, and make coming ones go on with what ended ones have left."""
+        here = list(groups.values())
+        for left in metadata.left:
+            choose_what_stays(here, left.of_groups(list(groups)))
+        for coming in metadata.coming:
+            try:
+                emptied = dict(zip(groups, begin_turn(here, coming.of_groups(list(groups))), strict=True))
+                self._begun[coming.name] = [
+                    emptied.get(number, len(blocks)) for number, blocks in enumerate(coming.blocks)
+                ]
+            except RuntimeError as error:
+                logger.error("Request %s is computed without its conversation: %s", coming.name, error)
+                self._begun[coming.name] = []
+
+    def build_connector_worker_meta(self) -> EmptiedBlockCounts | None:
+        """Return what the scheduler must know after a step."""
+        report = super().build_connector_worker_meta()
+        if self._begun:
+            report = report or EmptiedBlockCounts()
+            report.turns, self._begun = self._begun, {}
+        return report
+
+    # --- in the process that schedules
+
+    @cached_property
+    def _conversations(self) -> Conversations:
+        """The conversations that may go on."""
+        assert self._kv_cache_manager is not None
+        pool, first = self._kv_cache_manager.block_pool, self._managers[0]
+        conversations = Conversations(pool, first.block_size, pool.hash_block_size)
+        first.before_step = conversations.release_ended
+        return conversations
+
+    def reset_cache(self) -> bool:
+        """Forget conversations, because weights may have changed."""
+        self._conversations.clear()
+        return True
+
+    def _grant(self, request: Request, options: RequestOptions) -> None:
+        super()._grant(request, options)
+        name, talks = options.conversation or request.session_id, not self._known[request.request_id].has_own
+        talks &= not (request.prompt_embeds is not None or request.mm_features or request.skip_reading_prefix_cache)
+        if options.conversation is not None and not talks:
+            raise KeepsetError(
+                "A turn of a conversation is text, without log-probabilities of its prompt and with the server's own "
+                "recipe: leave conversation, or these, out."
+            )
+        if talks:
+            self._talking[request.request_id] = name is not None
+            if name is not None or options.owner != EVERYBODY:
+                salt = json.dumps([options.owner, name, request.cache_salt])
+                hash_again(request, f"keepset {self._salt} {salt}")
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        name = request.request_id
+        if name not in self._talking or self._known[name].denied:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if (coming := self._coming.get(name)) is not None:
+            coming.is_waiting = coming.is_ready
+            return (coming.message.tokens if coming.is_ready else None), False
+        if (turn := self._turns.get(name)) is not None:  # it was preempted, and its conversation is gone
+            if turn.left_out:  # its prompt was put together from the conversation
+                why = "The conversation's pages were needed by others: send the request again."
+                self._deny(self._known[name], why)
+                return request.num_tokens, True
+            self._leave(name)
+        return (None if self._take(request) else 0), False
+
+    def _take(self, request: Request) -> bool:
+        """Make a waiting request go on with its conversation, if there are one and room; return whether it does."""
+        name, conversations = request.request_id, self._conversations
+        found = None if request.skip_reading_prefix_cache else conversations.find(request, self._talking[name])
+        if found is None:
+            return False
+        plan = RequestPlan(self._recipe, after_context=True)
+        coming = conversations.take(found[0], request, found[1], plan, self._vllm_config.model_config.max_model_len)
+        if coming is None:
+            return False
+        if not coming.message.compact:  # what would stay need not be chosen
+            self._left = [left for left in self._left if left[0] is not coming.conversation]
+        self._coming[name] = coming
+        self._to_begin.append(coming.message)
+        return True
+
+    def _leave(self, name: str) -> None:
+        """Compute a request like any other."""
+        turn, known_request = self._turns.pop(name), self._known[name]
+        if turn.left_out:
+            self._say(known_request.request, turn.prompt)
+        known_request.plan, known_request.has_own = RequestPlan(self._recipe), False
+        for manager in self._managers:
+            manager.leave(name)
+
+    def _say(self, request: Request, ids: list[int] | None) -> None:
+        """Give a waiting request another prompt: a conversation's own tokens, or again those that the client sent."""
+        assert ids is not None
+        request.prompt_token_ids, request.num_prompt_tokens = ids, len(ids)
+        request._all_token_ids[:] = ids
+        for manager in self._managers:
+            manager.expect(request.request_id, len(ids) + request.max_tokens - 1)
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        coming = self._coming.pop(request.request_id, None) if num_external_tokens else None
+        if coming is None:
+            return
+        self._conversations.forget(coming.conversation)
+        hidden, left_out = (
+            sum(end - first for first, end in spans)
+            for spans in (coming.conversation.left_out, coming.message.left_out)
+        )
+        stats.count(turns=1, tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
+        if hidden and request.prefill_stats:  # the client has not sent these
+            request.prefill_stats.set(request.num_prompt_tokens - hidden, 0, num_external_tokens - hidden)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TurnMessage:
+        message = TurnMessage(**vars(super().build_connector_meta(scheduler_output)))
+        # A turn that could have begun but has not gives its pages back, and waits without them.
+        for name in [name for name, coming in self._coming.items() if coming.is_waiting]:
+            self._conversations.give_back(self._coming.pop(name))
+            self._leave(name)
+            message.ended.add(name)
+        message.left = [turn for conversation, turn in self._left if not conversation.is_lost]
+        message.coming, self._left, self._to_begin = self._to_begin, [], []
+        return message
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, EmptiedBlockCounts):
+            self._arrive(report.turns)
+        super().update_connector_output(connector_output)
+
+    def _arrive(self, turns: Mapping[str, Sequence[int]]) -> None:
+        """Take in which turns can begin."""
+        for name, emptied in turns.items():
+            coming = self._coming[name]
+            self._conversations.arrive(coming, emptied)
+            if not coming.is_ready:
+                del self._coming[name]
+            elif coming.is_given_up:
+                self._conversations.give_back(self._coming.pop(name))
+            else:
+                known_request = self._known[name]
+                self._turns[name] = Turn(coming.conversation.left_out, known_request.request.prompt_token_ids)
+                known_request.plan, known_request.has_own = coming.message.plan, True
+                if coming.conversation.left_out:
+                    self._say(known_request.request, coming.ids)
+                for manager, blocks in zip(self._managers, coming.conversation.blocks, strict=True):
+                    manager.adopt(name, blocks, coming.message.plan)
+
+    def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Leave a request's pages to the next turn of its conversation, and forget it."""
+        name, tokens = request.request_id, request.num_computed_tokens
+        if (coming := self._coming.get(name)) is not None:
+            if coming.is_ready:
+                self._conversations.give_back(self._coming.pop(name))
+            else:
+                coming.is_given_up = True
+        elif (
+            name in self._talking
+            and not self._known[name].denied
+            and request.status != RequestStatus.FINISHED_ERROR
+            and self._managers[0].block_size <= tokens <= request.num_tokens
+        ):
+            blocks = [manager.req_to_blocks[name] for manager in self._managers]
+            left_out = self._turns[name].left_out if name in self._turns else ()
+            conversation = self._conversations.leave(request, tokens, blocks, left_out)
+            self._left.append((conversation, conversation.ended))
+        self._turns.pop(name, None)
+        self._talking.pop(name, None)
+        return super().request_finished_all_groups(request, block_ids)
