@@ -33,6 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from keepset.core.budget import Ranges, runs
+from keepset.core.edits import Span
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.layer_group import LayerGroup
@@ -43,7 +44,6 @@ from keepset.vllm import stats
 from keepset.vllm.compat import drafted_tokens
 from keepset.vllm.contexts import EVERYBODY
 from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
-from keepset.vllm.edits import Span
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.recipe_support import rotates

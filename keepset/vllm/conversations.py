@@ -15,9 +15,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
+from keepset.core.edits import Edit, Span, edit_of
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import EndedTurn, NextTurn
-from keepset.vllm.edits import Edit, Span, edit_of
 
 _CHANGED = 32
 """By how many of its last tokens the prompt of a turn may differ when the turn is asked for again: templates end it
