@@ -401,8 +401,8 @@ class Cache(ObservedCache):
                 )
         if not all(type(layer) is LayerState for layer in self.layers):
             raise KeepsetError(
-                "Recurrent states and sliding windows of this model have read all tokens, so none can be left out: make "
-                "a new cache of the text without them."
+                "Recurrent states and sliding windows of this model have read all tokens, so none can be left out: "
+                "make a new cache of the text without them."
             )
         for layer in self.managed_layers.values():
             layer.leave_out(spans)

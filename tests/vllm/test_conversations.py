@@ -112,15 +112,19 @@ def test_a_turn_that_is_asked_for_again_is_answered_alike(recipe: str, model: Pa
 
 LEFT_OUT = {1: [(150, 163)], 3: [(40, 81), (170, 200)], 4: [(81, 100)]}
 """Spans that the client leaves out from a turn on: part of an answer, older ones, and what is next to such a one."""
+NESTED = {2: [(170, 190)], 3: [(160, 205)]}
+"""A span around one that was left out before."""
 
 
+@pytest.mark.parametrize("left_out", [LEFT_OUT, *full([NESTED])], ids=["apart", "nested"])
 @pytest.mark.parametrize("recipe", [POOLED, *full([EQUAL, RAGGED, NETWORKS, WHOLE])])
 def test_what_a_client_leaves_out_is_dropped_and_nothing_computed_again(
-    recipe: str, model: Path, oracle: Oracle
+    recipe: str, left_out: dict[int, list[tuple[int, int]]], model: Path, oracle: Oracle
 ) -> None:
     named = with_networks(recipe, model)
-    turns = replay(oracle, named, SAID, ANSWERS, left_out=LEFT_OUT)
-    assert turns[-1].reused < len(turns[-1].prompt) == sum(map(len, SAID)) + 4 * ANSWERS - 103
+    turns = replay(oracle, named, SAID, ANSWERS, left_out=left_out)
+    gone = 103 if left_out is LEFT_OUT else 45
+    assert turns[-1].reused < len(turns[-1].prompt) == sum(map(len, SAID)) + 4 * ANSWERS - gone
     check(turns, result(answers_of({"": scenario(named, model, asked(turns))}), ""))
 
 
