@@ -229,13 +229,14 @@ class AttentionInput:
 
     @property
     def newest(self) -> AttentionInput:
-        """The last of the tokens alone, in memory of its own; of its forward only the input of the layer stays."""
+        """The last of the tokens alone, in memory of its own."""
         if self.length == 1:
             return self
         last = copy.copy(self)
         last._cut([self.length - 1])
         last.positions, last.start = self.positions[:, -1:].clone(), self.end - 1
         last.mask = last.position_ids = last.real = last.rotation = last.lse = last.batched = None
+        last.layer_input = None if self.layer_input is None else self.layer_input.newest()
         return last
 
     def _cut(self, part: slice | list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,23 @@ def test_only_the_turns_own_queries_count(padding: list[int]) -> None:
         length, queries = cache.get_seq_length(), 1 if kept < tokens else min(tokens, 16)
         assert seen == [list(range(length - queries, length))] * len(cache.managed_layers)
         seen.clear()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("architecture", ["llama", "ministral3", "gpt2", "smollm3", "phi3_partial"])
+@torch.no_grad()
+def test_of_a_prompt_only_what_a_turns_end_looks_at_is_held(architecture: str) -> None:
+    """However the tokens of a turn were fed, it looks at the same; of a whole prompt no hidden states stay."""
+    model, (ids, mask), kept, excess = tiny(architecture), padded_prompt([0, 3], 60), [], []
+    for parts in ([60], [59, 1]):
+        cache = keepset.Cache(model, "adakv(expected_attention(buffer=20, skip=0), keep=20, turns=True)")
+        for end, part in zip(accumulate(parts), parts, strict=True):
+            feed(model, cache, ids[:, end - part : end], mask[:, :end])
+        excess.append(allocated(cache) - cache.nbytes)
+        cache.compact()
+        kept.append(cache.keep_set)
+    assert same_keep_set(*kept)
+    assert excess[0] <= excess[1] + 2000  # bytes
 
 
 def test_caches_between_turns() -> None:
