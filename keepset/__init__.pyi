@@ -22,6 +22,7 @@ from .core.select import Ranking as Ranking
 from .core.traits import Traits as Traits
 from .errors import KeepsetError as KeepsetError
 from .hf.cache import Cache as Cache
+from .hf.conversation import Conversation as Conversation
 from .recipe import Recipe as Recipe
 from .recipe import Schedule as Schedule
 from .registry import METHODS as METHODS

@@ -127,7 +127,7 @@ class Recipe:
         recent = method.traits.recent if recent is None else recent
         always = sinks, recent, protect_prompt, protect
         budget = Budget(keep, *always, bytes=bytes, recent_extra=recent_extra, short=short)
-        return cls(method, budget, Schedule(prefill and not turns, every, turns))
+        return cls(method, budget, Schedule(prefill, every, turns))
 
     @classmethod
     def parse(cls, text: str) -> Recipe:

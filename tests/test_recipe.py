@@ -110,8 +110,8 @@ def test_a_text_in_full_names_everything_and_says_the_same(recipe: Recipe) -> No
         assert all(f"{field.name}=" in full for field in dataclasses.fields(step) if field.name != "scorer")
         step = getattr(step, "scorer", None)
     for name, value in {**vars(recipe.budget), **vars(recipe.schedule)}.items():
-        if name == "recent_extra":  # older files do not name it
-            assert ("recent_extra=True" in full) is value and "recent_extra=False" not in full
+        if name in ("recent_extra", "turns"):  # older files do not name them
+            assert (f"{name}=True" in full) is value and f"{name}=False" not in full
         elif name == "short":
             assert (f"short={value}" in full) is bool(value) and "short=0" not in full
         elif name != "protect":

@@ -158,9 +158,9 @@ class Budget:
 
     def _ranges_beside(self, images: Ranges) -> Ranges:
         """Return the protected ranges of a request whose images are in these ranges."""
-        texts = pairwise([0, *chain.from_iterable(_joined(images)), LIMIT - 1])
+        texts = pairwise([0, *chain.from_iterable(joined(images)), LIMIT - 1])
         kinds = {IMAGE: images, TEXT: [span for span in islice(texts, 0, None, 2) if span[0] < span[1]]}
-        return _joined([*self.ranges, *chain.from_iterable(kinds[kind] for kind in self.kinds)])
+        return joined([*self.ranges, *chain.from_iterable(kinds[kind] for kind in self.kinds)])
 
     def of_tokens(self, tokens: int) -> Budget:
         """Return the budget in entries of a text of so many tokens, of which some entries may be gone already.
@@ -171,7 +171,7 @@ class Budget:
         if not isinstance(self.keep, float):
             return self
         always = self.sinks + (0 if self.recent_extra else self.recent)
-        return replace(self, keep=max(int(share_of(torch.tensor(tokens), self.keep)), always, 1))
+        return replace(self, keep=max(int(share_of(torch.tensor(tokens, dtype=torch.long), self.keep)), always, 1))
 
     def quotas(self, sizes: Sizes) -> Quotas:
         """Return how many entries each KV head keeps: at least one, and all where there are fewer than asked for.
@@ -299,18 +299,18 @@ def _protected(protect: object) -> tuple[str | tuple[int, int], ...]:
             f"protect={shown!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
             "after the last, as often as needed, or 'image' or 'text'."
         )
-    return *(kind for kind in KINDS if kind in parts), *_joined([part for part in parts if not isinstance(part, str)])
+    return *(kind for kind in KINDS if kind in parts), *joined([part for part in parts if not isinstance(part, str)])
 
 
-def _joined(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Return ranges in order, with touching ones joined into one."""
-    joined: list[tuple[int, int]] = []
+def joined(ranges: Iterable[Sequence[int]]) -> Ranges:
+    """Return ranges in order, with touching and overlapping ones joined into one."""
+    whole: list[tuple[int, int]] = []
     for first, end in sorted(map(tuple, ranges)):
-        if joined and first <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        if whole and first <= whole[-1][1]:
+            whole[-1] = whole[-1][0], max(end, whole[-1][1])
         else:
-            joined.append((first, end))
-    return tuple(joined)
+            whole.append((first, end))
+    return tuple(whole)
 
 
 def runs(positions: Sequence[int]) -> Ranges:

@@ -227,8 +227,20 @@ class AttentionInput:
         token_input.rotation = None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part])
         return token_input
 
-    def _cut(self, part: slice) -> None:
-        """Reduce queries, keys and values to some tokens."""
+    @property
+    def newest(self) -> AttentionInput:
+        """The last of the tokens alone, in memory of its own."""
+        if self.length == 1:
+            return self
+        last = copy.copy(self)
+        last._cut([self.length - 1])
+        last.positions, last.start = self.positions[:, -1:].clone(), self.end - 1
+        last.mask = last.position_ids = last.real = last.rotation = last.lse = last.batched = None
+        last.layer_input = None if self.layer_input is None else self.layer_input.newest()
+        return last
+
+    def _cut(self, part: slice | list[int]) -> None:
+        """Reduce queries, keys and values to some tokens: views of a slice, copies of a list."""
         self.query, self.key, self.value = self.query[:, :, part], self.key[:, :, part], self.value[:, :, part]
 
     def split(self, end: int) -> tuple[AttentionInput, AttentionInput | None]:

@@ -86,6 +86,11 @@ class Cache(ObservedCache):
             _say_once(why)
         self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
+        if self.recipe.schedule.turns and self.recipe.schedule.every is not None:
+            raise KeepsetError(
+                f"{self.recipe} compresses between turns and while decoding, and under transformers a cache does one "
+                "of them: leave turns=True or every= out."
+            )
         for kind in self.recipe.budget.kinds:
             require_image_tokens(model, kind)
         needs = self.recipe.method.traits.needs
@@ -111,6 +116,8 @@ class Cache(ObservedCache):
         self._forecast: tuple[tuple[Any, ...], list[list[int]]] | None = None
         # The arguments and the result of the newest `_budget`.
         self._in_entries: tuple[tuple[Any, ...], Budget] | None = None
+        # Tokens of which a share is taken between turns.
+        self._said: int | None = None
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
@@ -150,9 +157,10 @@ class Cache(ObservedCache):
             KeepsetError: the recipe cannot be used, or compresses more than the prompt.
         """
         cache = cls(model, recipe)
-        if cache.schedule.every is not None:
-            reason = "compresses while decoding, but a shared prefill serves the prompt's compression only"
-            raise KeepsetError(f"{cache.recipe} {reason}: leave every= out.")
+        if cache.schedule.every is not None or cache.schedule.turns:
+            option, when = ("turns=True", "between turns") if cache.schedule.turns else ("every=", "while decoding")
+            reason = f"compresses {when}, but a shared prefill serves the prompt's compression only"
+            raise KeepsetError(f"{cache.recipe} {reason}: leave {option} out.")
         cache.stop_watching()
         for index, prompt_layer in enumerate(prompt.layers):
             if index in cache.managed_layers:
@@ -338,6 +346,68 @@ class Cache(ObservedCache):
         self.events.clear()
         self._unfinished.clear()
 
+    @torch.no_grad()
+    def compact(self, said: int | None = None) -> None:
+        """Compress all that is held, between two turns, by a recipe with `turns=True`.
+
+        The recipe looks at the queries of the turn that ends: of the tokens since the newest compression, or since
+        tokens were taken back. Without such tokens nothing happens.
+
+        Args:
+            said: of how many tokens the recipe's share is one; None for all tokens so far.
+
+        Raises:
+            KeepsetError: the recipe does not compress between turns, there is no whole prompt yet, or requests of
+                different lengths have no share in common.
+        """
+        if not self.schedule.turns:
+            raise KeepsetError(f"{self.recipe} does not compress between turns: add turns=True to it.")
+        progress = self.require_prompt()
+        if progress.turn == progress.logical:
+            return
+        if said is None and len(set(progress.tokens)) > 1 and not isinstance(self.recipe.budget.keep, int):
+            raise KeepsetError(
+                "The requests have different lengths, and a share between turns is one of one number of tokens: give "
+                "said=, or a recipe with a number of entries such as keep=512."
+            )
+        self._said = progress.tokens[0] if said is None else said
+        self._is_changed = True  # until all layers are compressed
+        with without_autocast(progress.lengths.device):
+            for layer in self.managed_layers.values():
+                if (last := layer.end_turn(progress.lengths, progress.valid)) is not None:
+                    self._observe_event(layer, last)
+        progress.turn, self._is_changed = progress.logical, False
+
+    def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Drop the entries of some tokens. Nothing is computed again, and later tokens keep their positions.
+
+        What came after these tokens has read them. Tokens up to here cannot be taken back any more.
+
+        Args:
+            spans: positions in each request, `(first, end)` without `end`.
+
+        Raises:
+            KeepsetError: a span is none of tokens that the cache holds, or the model has states or windows, from which
+                no token can be left out.
+        """
+        if not spans:
+            return
+        progress = self.require_prompt()
+        for first, end in spans:
+            if not 0 <= first < end <= min(progress.tokens):
+                raise KeepsetError(
+                    f"({first}, {end}) is no span of tokens: give the first token and the one after the last, of the "
+                    f"{min(progress.tokens)} tokens that every request has."
+                )
+        if not all(type(layer) is LayerState for layer in self.layers):
+            raise KeepsetError(
+                "Recurrent states and sliding windows of this model have read all tokens, so none can be left out: "
+                "make a new cache of the text without them."
+            )
+        for layer in self.managed_layers.values():
+            layer.leave_out(spans)
+        progress.compressed_at = progress.logical
+
     def _num_kept(self, layer: LayerState, up_to_event: AttentionInput) -> Sequence[int] | None:
         """Return how many entries of each head will stay, so that the host need not wait for the device.
 
@@ -350,7 +420,7 @@ class Cache(ObservedCache):
             return None
         assert progress is not None
         head_entries = layer.held(up_to_event)
-        if up_to_event.end > progress.prompt:
+        if up_to_event.end > progress.prompt or self.schedule.turns:
             later_counts = [0] * len(head_entries) if layer.after_event is None else layer.after_event.counts
             lengths = [tokens - later for tokens, later in zip(progress.tokens, later_counts, strict=True)]
         else:  # nothing was dropped yet
@@ -370,9 +440,11 @@ class Cache(ObservedCache):
 
     def _budget(self, sizes: list[tuple[int, int]]) -> Budget:
         """Return the budget in entries for layers whose entries have these sizes; computed once per size."""
-        basis = sizes, None if self.progress is None else self.progress.images
+        images = None if self.progress is None else self.progress.images
+        basis = sizes, images, self._said
         if self._in_entries is None or self._in_entries[0] != basis:
-            self._in_entries = basis, self.recipe.budget_of_sizes(sizes).located(basis[1])
+            budget = self.recipe.budget_of_sizes(sizes).located(images)
+            self._in_entries = basis, budget if self._said is None else budget.of_tokens(self._said)
         return self._in_entries[1]
 
     def _choose(self, observations: list[Observation]) -> None:
@@ -399,7 +471,7 @@ class Cache(ObservedCache):
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)
         self.events.append(finished)
-        if self.schedule.every is None:
+        if self.schedule.every is None and not self.schedule.turns:
             self.stop_watching()
 
 

@@ -121,6 +121,11 @@ class EditableCache(Forwards, TransformersCache):
                 "Assisted generation cannot go with compression while decoding (every=...), because its drafted "
                 "tokens would be compressed before they are accepted: leave one of them out."
             )
+        if self.schedule.turns:
+            raise KeepsetError(
+                "Assisted generation cannot go with compression between turns (turns=True), because rejected tokens "
+                "take away the queries that a turn's end looks at: leave one of them out."
+            )
         is_compressed = self.progress is not None and self.progress.compressed_at is not None
         if self.managed_layers and self.prompt_length is None and not is_compressed:
             raise KeepsetError(

@@ -133,7 +133,7 @@ class LatentInput(AttentionInput):
         self.own, self.key, self.value = (query, key, value), self.key.to(dtype), self.value.to(dtype)
         vars(self).pop("query", None)
 
-    def _cut(self, part: slice) -> None:
+    def _cut(self, part: slice | list[int]) -> None:
         query, key, value = (states[:, :, part] for states in self.own)
         self.own, self.key, self.value = (query, key, value), self.key[:, :, part], self.value[:, :, part]
         vars(self).pop("query", None)

@@ -6,12 +6,12 @@ The lengths that it reports to transformers are logical: they count tokens. It s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -67,6 +67,7 @@ class LayerState(LogicalLayer):
         self.store: EntryStore | None = None
         self.collector = Collector(Needs())
         self.after_event: AttentionInput | None = None
+        self._newest: AttentionInput | None = None
         self._read_by: list[AttentionInput] = []
 
     @property
@@ -122,6 +123,8 @@ class LayerState(LogicalLayer):
                 return output, None
             new, self._read_by = joined(self._read_by), []
         collector = self.collector
+        if collector.turns:
+            self._newest = new.newest
         within_prompt = store is None or collector.prompt is not None
         if not within_prompt and new.cache_valid is None and new.end <= collector.next - collector.span:
             return output, None
@@ -144,6 +147,31 @@ class LayerState(LogicalLayer):
         if up_to_event is None and self.store is None:
             self.store = _packed(new, self.store_type)
         return up_to_event
+
+    def end_turn(
+        self, lengths: Int[Tensor, " batch"], valid: Bool[Tensor, "batch logical"] | None
+    ) -> AttentionInput | None:
+        """End a turn between two forwards, so that an event can follow at the present length.
+
+        Args:
+            lengths: tokens of each request.
+            valid: which tokens of the cache are no padding; None if all are.
+
+        Returns:
+            The tokens up to the event: the newest one. None if the layer has seen none.
+        """
+        if self._newest is None or self.store is None:
+            return None
+        last = copy.copy(self._newest)  # tokens may have been taken back since, and requests reordered
+        last.positions, last.cache_valid = (lengths - 1)[:, None].to(last.key.device), valid
+        last.start, last.end = self.logical - 1, self.logical
+        self.collector.end_turn(last, self.store)
+        return last
+
+    def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Drop the entries at some spans of positions, `(first, end)` without `end`; lengths stay."""
+        if self.store is not None:
+            self.store.leave_out(spans)
 
     def observe(
         self, up_to_event: AttentionInput, features: Mapping[Feature[Any], Any], **cache_parts: Any

@@ -233,6 +233,40 @@ class LayerInput(QuerySource):
         rotated.rotation = None if self.rotation is None else rotation
         return rotated
 
+    def newest(self) -> LayerInput:
+        """Return the input of the last token alone, in memory of its own."""
+        alone, copies = copy.copy(self), dict[int, Any]()
+        vars(alone)["_offset"] = self._offset  # which its own positions may not tell, if it is padding
+        alone._positions, alone._valid, alone._given, alone._tokens = self._positions[:, -1:].clone(), None, (), 1
+        if self.rotation is not None:
+            alone.rotation = self.rotation[0][:, -1:].clone(), self.rotation[1][:, -1:].clone()
+
+        def newest(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(newest, value))
+            if not isinstance(value, Tensor) or value.ndim < 1:
+                return value
+            if id(value) not in copies:  # a module may take its hidden states several times
+                is_input = value.is_floating_point() or value.is_complex()
+                axis = 1 if is_input and value.ndim > 1 else value.ndim - 1
+                of_tokens = value.shape[axis] == self._tokens and (is_input or value.dtype != torch.bool)
+                copies[id(value)] = value.narrow(axis, self._tokens - 1, 1).clone() if of_tokens else value
+            return copies[id(value)]
+
+        def of_call(call: ModuleCall) -> ModuleCall:
+            kwargs = {name: newest(value) for name, value in call.kwargs.items()}
+            return ModuleCall(call.module, newest(call.args), kwargs)
+
+        alone._call = of_call(self._call)
+        # Of masks a replay takes only their kinds, and they are as large as the prompt squared.
+        masks = alone._call.kwargs.pop("attention_mask", None)
+        if isinstance(masks, dict):
+            alone._call.kwargs["attention_mask"] = {
+                name: None if isinstance(mask, Tensor | None) else ... for name, mask in masks.items()
+            }
+        alone._rotary = None if self._rotary is None else of_call(self._rotary)
+        return alone
+
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
         return self._unrotate(queries, 0)
 

@@ -378,10 +378,12 @@ class ObservedCache(EditableCache, KnowsText):
         none = torch.zeros(len(new.key), dtype=torch.long, device=new.key.device)
         prompt, every = self.prompt_length or new.length, self.schedule.every
         self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
+        self.progress.turn = 0 if self.schedule.turns else None
         self.progress.images = None if self._images is None else ((),) * len(none)
         for layer in self.managed_layers.values():
             compressed = prompt if self.schedule.prefill else None
-            layer.collector = Collector(self.needs, compressed, every, prompt + (every or 0))
+            turns = self.schedule.turns
+            layer.collector = Collector(self.needs, compressed, every, prompt + (every or 0), turns)
         return self.progress
 
     def _advance(self, new: AttentionInput) -> None:
@@ -413,6 +415,8 @@ class ObservedCache(EditableCache, KnowsText):
             before, after = ((len(progress.lengths), tokens) for tokens in (progress.logical, n))
             whole = progress.lengths.new_ones(before, dtype=torch.bool) if progress.valid is None else progress.valid
             progress.valid = torch.cat([whole, whole.new_ones(after) if valid is None else valid], 1)
+        if progress.turn == progress.logical:
+            progress.prompt = max(progress.logical + n, self.prompt_length or 0)
         if (left := progress.prompt - progress.logical) > 0:
             progress.prompts = positions[:, min(left, n) - 1] + 1
             counts = [min(left, n)] * len(progress.tokens) if real is None else real.part(slice(0, left)).counts

@@ -300,6 +300,8 @@ class Progress:
             token before. None between two forwards.
         known: the first tokens, as far as they are known.
         images: where the images of each request are, in positions; None if that is not known.
+        turn: logical length at which the newest turn began; None if the cache is not compressed by turns. The first
+            forward of a turn is taken for its prompt.
     """
 
     logical: int
@@ -313,6 +315,7 @@ class Progress:
     positions: Int[Tensor, "batch n"] | None = None
     known: KnownTokens | None = None
     images: tuple[Ranges, ...] | None = None
+    turn: int | None = None
 
     @property
     def has_images(self) -> bool:
@@ -336,6 +339,8 @@ class Progress:
         self.tokens = [before - taken for before, taken in zip(self.tokens, real, strict=True)]
         self.prompt_tokens = list(map(min, self.prompt_tokens, self.tokens))
         self.logical -= removed
+        if self.turn is not None:
+            self.turn = self.prompt = self.logical
         self.known = None if self.known is None else self.known.first(self.logical)
         if self.images is not None:
             self.images = tuple(

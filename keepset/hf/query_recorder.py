@@ -48,22 +48,34 @@ class Collector:
         prompt: tokens of a prompt that is compressed, padding included; None if there is none.
         every: tokens from one event to the next after the prompt; None if there are no such events.
         next_event: logical length of the first event after the prompt.
+        turns: whether events come between turns instead, wherever `end_turn` says.
 
     Attributes:
         prompt: as given, until the prompt is complete.
         next: logical length of the next event after the prompt; every token so far lies before it. `NEVER` if there is
             none.
-        span: how many tokens before that event are looked at, the last one included.
+        span: how many tokens before that event are looked at, the last one included; `NEVER` for all tokens.
+        turns: as given.
         recorder: records the queries before it; None if there is none.
     """
 
-    def __init__(self, needs: Needs, prompt: int | None = None, every: int | None = None, next_event: int = 0) -> None:
-        self.needs, self.prompt, self._every = needs, prompt, every or 0
+    def __init__(
+        self,
+        needs: Needs,
+        prompt: int | None = None,
+        every: int | None = None,
+        next_event: int = 0,
+        turns: bool = False,
+    ) -> None:
+        self.needs, self.prompt, self._every, self.turns = needs, prompt, every or 0, turns
         self.next, self.span = NEVER, 0
         self.recorder: QueryRecorder | None = None
         if every:
             self.next, self.recorder = next_event, QueryRecorder(needs, every)
             self.span = max(self.recorder.reach, 1)
+        elif turns:
+            self.recorder = QueryRecorder(needs, None)
+            self.span = NEVER if self.recorder.reach else 0  # any token may be the turn's last
         self._window, self._accumulators = QueryWindow(), Accumulators(() if prompt is None else needs)
 
     @property
@@ -97,6 +109,9 @@ class Collector:
             self.record(new, None)
             return (new if new.end >= self.prompt else None), None
         if self.recorder is None:
+            return None, None
+        if self.turns:
+            self.recorder.hold(new)
             return None, None
         assert store is not None
         if new.end < self.next:
@@ -172,6 +187,26 @@ class Collector:
         self._accumulators.seconds.update(seconds)
         return parts
 
+    def end_turn(self, last: AttentionInput, store: EntryStore) -> None:
+        """Sum the queries of a turn: an event can follow.
+
+        Args:
+            last: the turn's last token.
+            store: the layer's entries.
+        """
+        assert self.recorder is not None
+        self.recorder.add_up(last, store, last.end, last.end, last.lengths)
+
+    def begin_turn(self, length: int, lengths: Int[Tensor, " batch"]) -> None:
+        """Let a turn begin in a cache of entries that no query is known of.
+
+        Args:
+            length: the logical length.
+            lengths: tokens of each request.
+        """
+        assert self.recorder is not None
+        self.recorder.begin_turn(length, lengths)
+
     def record(self, new: AttentionInput, store: EntryStore | None) -> None:
         """Record queries for the next event after the prompt.
 
@@ -226,7 +261,7 @@ class QueryRecorder:
 
     Args:
         needs: the method's inputs.
-        every: tokens from event to event.
+        every: tokens from event to event; None if events come between turns, which look at their own turn's queries.
 
     Attributes:
         reach: how many of the newest queries before an event are needed.
@@ -236,8 +271,8 @@ class QueryRecorder:
         added_up_to: logical length up to which queries are summed.
     """
 
-    def __init__(self, needs: Needs, every: int) -> None:
-        features = self._features = RecordedFeatures.of(needs, every)
+    def __init__(self, needs: Needs, every: int | None) -> None:
+        features = self._features = RecordedFeatures.of(needs, every, turns=every is None)
         self.reach, self._summed, self._every = features.reach(), features.summed(), every
         self.newest = features.newest
         self._windows = {feature: features.window(feature) for feature in features.added_up}
@@ -283,6 +318,13 @@ class QueryRecorder:
         if keeps_all and self.window.size > bound + _MOST:
             self.window.keep(bound)
 
+    def hold(self, forward: AttentionInput) -> None:
+        """Record the newest queries for a turn's end. Nobody knows whether it is near, so nothing is summed."""
+        if self.reach:
+            self.window.add(forward, self.reach, self._rotated)
+            if self.window.size > self.reach + _MOST:
+                self.window.keep(self.reach)
+
     def take(self, new: AttentionInput, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[Feature[Any], Any]]:
         """Return the inputs of an event, and begin the interval to the next one.
 
@@ -303,7 +345,7 @@ class QueryRecorder:
         queries = self.window.newest(newest)
         self.moments, self._few = {}, None
         self._lengths = self._lengths if padded else None
-        self.window.keep(newest if padded else newest - self._every)
+        self.window.keep(0 if self._every is None else newest if padded else newest - self._every)
         return queries, features
 
     def forget(self, store: EntryStore) -> None:
@@ -329,10 +371,22 @@ class QueryRecorder:
             lengths: tokens of each request that are left.
             store: the layer's entries.
         """
+        if self._every is None:
+            self.begin_turn(end, lengths)
+            return
         if end < self.added_up_to:
             self.forget(store)
             self.added_up_to, self._lengths = end, lengths.clone()
         self.window.crop(lengths)
+
+    def begin_turn(self, length: int, lengths: Int[Tensor, " batch"]) -> None:
+        """Forget all queries, because a turn begins.
+
+        Args:
+            length: the logical length.
+            lengths: tokens of each request.
+        """
+        self.window, self.added_up_to, self._lengths = QueryWindow(), length, lengths.clone()
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Make the batch consist of these requests."""
@@ -470,20 +524,19 @@ class QueryWindow:
     Args:
         parts: columns `[batch, n, ...]` by name, right-aligned. A part never changes, so copies share it.
         holes: whether some of their queries may not exist (position -1).
+
+    Attributes:
+        size: the number of queries of each request, holes included.
     """
 
     def __init__(self, parts: Sequence[dict[str, Tensor]] = (), holes: bool = False) -> None:
         self._parts, self.holes = list(parts), holes
+        self.size = sum(part["positions"].shape[1] for part in self._parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(column.nbytes for part in self._parts for column in part.values())
-
-    @property
-    def size(self) -> int:
-        """The number of queries of each request, holes included."""
-        return sum(part["positions"].shape[1] for part in self._parts)
 
     @property
     def columns(self) -> dict[str, Tensor]:
@@ -510,6 +563,7 @@ class QueryWindow:
             self._parts.append(_right_aligned(part, size))
         else:
             self._parts.append({name: column[:, -size:].clone() for name, column in part.items()})
+        self.size += self._parts[-1]["positions"].shape[1]
 
     def newest(self, size: int) -> dict[str, Tensor]:
         """Return the newest `size` queries, or as many as there are, as keyword arguments of an Observation."""
@@ -529,9 +583,9 @@ class QueryWindow:
     def keep(self, size: int) -> None:
         """Forget all but the newest `size` queries of each request."""
         if size <= 0:
-            self._parts = []
+            self._parts, self.size = [], 0
         elif self.size > size:
-            self._parts = [{name: column[:, -size:].clone() for name, column in self.columns.items()}]
+            self.size, self._parts = size, [{name: column[:, -size:].clone() for name, column in self.columns.items()}]
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Make the batch consist of these requests."""

@@ -30,7 +30,7 @@ from keepset.hf.layer import LayerState
 from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.other_layers import own_layers, restore_states, states, states_of_a_token
 from keepset.hf.progress import Event, Progress, SavedText
-from keepset.hf.query_recorder import Collector
+from keepset.hf.query_recorder import NEVER, Collector
 from keepset.recipe import Recipe
 
 
@@ -66,7 +66,12 @@ class Saved(NamedTuple):
         if len(cache.layers) != len(self.layers) or not cache.set_position_offsets(self.offsets):
             raise FILE.corrupt(self.path)
         cache.progress, cache.adapters = self.progress, self.adapters
-        if cache.schedule.every is None or self.next_event is None:
+        if cache.schedule.turns:  # the queries of a turn that had not ended are not in the file
+            self.progress.turn = self.progress.logical
+            for kept in cache.managed_layers.values():
+                kept.collector = Collector(cache.needs, turns=True)
+                kept.collector.begin_turn(self.progress.logical, self.progress.lengths)
+        elif cache.schedule.every is None or self.next_event is None:
             cache.stop_watching()
         else:
             for kept in cache.managed_layers.values():
@@ -137,7 +142,7 @@ def save(
     }
     come_to = {
         **{figure: getattr(progress, figure) for figure in ("logical", "prompt", "compressed_at")},
-        "next_event": None if collector.recorder is None else collector.next,
+        "next_event": None if collector.next == NEVER else collector.next,
     }
     metadata = metadata_of(recipe, name, fingerprint(model), come_to, len(cache.layers))
     if event is not None:
@@ -238,7 +243,7 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
     if isinstance(layer, LayerState):
         assert layer.store is not None
         layer_tensors |= {f"columns.{name}": column for name, column in layer.store.packed.items()}
-        if (recorder := layer.collector.recorder) is not None:
+        if (recorder := layer.collector.recorder) is not None and not layer.collector.turns:
             layer_tensors |= {f"passing.{name}": tensor for name, tensor in recorder.tensors.items()}
         counts = torch.tensor(layer.store.counts, dtype=torch.long)
         return layer_tensors | {"counts": counts.view(layer.store.batch, layer.store.kv_heads)}
@@ -274,7 +279,7 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
         restore_states(layer, layer_states)
     if isinstance(layer, LayerState):
         layer.store, layer.logical = layer.store_type.of(below("columns.", tensors), tensors["counts"]), logical
-        if (recorder := layer.collector.recorder) is not None:
+        if (recorder := layer.collector.recorder) is not None and not layer.collector.turns:
             recorder.restore(below("passing.", tensors), logical, layer.collector.next)
     elif "keys" in tensors:
         layer.lazy_initialization(tensors["keys"], tensors["values"])

@@ -352,6 +352,12 @@ class EntryStore:
         if self.residual is not None:
             self.residual.crop(list(map(min, self.residual.counts, by_head)))
 
+    def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Drop the entries at some spans of positions, `(first, end)` without `end`, from every head."""
+        self._moved()
+        for part in self._parts:
+            part.leave_out(spans)
+
     def fork(self) -> EntryStore:
         """Return an independent copy, without free places."""
         copied = copy.copy(self)

@@ -396,6 +396,19 @@ class HeadColumns:
             self.tensors[name] = torch.cat([flat[starts[head] : starts[head] + count] for head, count in heads])
         self.runs, self.free = runs_of([count for _, count in heads]), 0
 
+    def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Drop the entries at some spans of positions, `(first, end)` without `end`; no free places are left."""
+        positions, stays = self.tensors["positions"], torch.ones_like(self.tensors["positions"], dtype=torch.bool)
+        for first, end in spans:
+            stays &= (positions < first) | (positions >= end)
+        heads = [
+            start + stays[start : start + count].nonzero()[:, 0]
+            for start, count in zip(self.starts, self.counts, strict=True)
+        ]
+        row_indices, counts = torch.cat(heads), [len(head) for head in heads]
+        self.tensors = {name: column.index_select(0, row_indices) for name, column in self.tensors.items()}
+        self.runs, self.free = runs_of(counts), 0
+
     def packed(self) -> HeadColumns:
         """Return a copy without free places."""
         copied = copy.copy(self)

@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from keepset.core.edits import Span
 from keepset.errors import KeepsetError
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.layer_group import LayerGroup
@@ -29,7 +30,6 @@ from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage, hash_again
 from keepset.vllm.contexts import EVERYBODY
 from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
-from keepset.vllm.edits import Span
 from keepset.vllm.engine_context import active
 from keepset.vllm.request_options import RequestOptions
 

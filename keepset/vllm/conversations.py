@@ -15,10 +15,11 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
+from keepset.core.budget import joined
+from keepset.core.edits import Edit, Span, edit_of, positions_without
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import EndedTurn, NextTurn
 from keepset.vllm import stats
-from keepset.vllm.edits import Edit, Span, edit_of
 
 _CHANGED = 32
 """By how many of its last tokens the prompt of a turn may differ when the turn is asked for again: templates end it
@@ -31,7 +32,7 @@ class Conversation:
 
     Attributes:
         ids: the token at each position.
-        left_out: spans of positions that the client has left out since; they have no entries.
+        left_out: spans of positions that the client has left out since, apart and in order; they have no entries.
         prompt: how many tokens of what was said were the newest turn's prompt.
         blocks: its blocks by logical position, for each group of compressed layers.
         hashes: the hashes of what was said, for each of its full blocks.
@@ -243,7 +244,7 @@ class Conversations:
         ]
         self.forget(conversation)
         before = [span for span in conversation.left_out if span[0] < tokens]
-        conversation.left_out = sorted([*before, *coming.message.left_out])
+        conversation.left_out = list(joined([*before, *coming.message.left_out]))
         del conversation.ids[tokens:]
         conversation.hashes = coming.hashes
         conversation.prompt = min(conversation.prompt, len(conversation.positions))
@@ -283,13 +284,6 @@ class Conversations:
             conversation.is_lost = True
             self.forget(conversation)
             stats.count(conversations_lost=1)
-
-
-def positions_without(left_out: Sequence[Span], tokens: int) -> list[int]:
-    """Return all positions of so many tokens that are in none of some spans, which are in order."""
-    ends = [0, *(end for _, end in left_out)]
-    firsts = [*(first for first, _ in left_out), tokens]
-    return [position for begin, end in zip(ends, firsts, strict=True) for position in range(begin, min(end, tokens))]
 
 
 def hashes_of(request: Request, tokens: Sequence[int]) -> list[BlockHash]:

@@ -73,6 +73,7 @@ class Walk:
 
     def run(self, steps: int) -> None:
         operations = [self.append, self.append, self.keep, self.reorder, self.crop, self.fork, self.copy, self.trim]
+        operations.append(self.leave_out)
         for _ in range(steps):
             index = self.draw.randrange(len(self.pairs))
             pair = self.draw.choice(operations)(self.pairs[index])
@@ -119,6 +120,16 @@ class Walk:
             removed = [min(removed)] * len(removed)
         pair.store.crop(removed)
         pair.heads = [head[: len(head) - removed[index // self.kv_heads]] for index, head in enumerate(pair.heads)]
+
+    def leave_out(self, pair: Pair) -> None:
+        """Tokens go from every head that has them."""
+        first = self.draw.choice([2, 5, 51, 53, 60])
+        spans = [(first, first + self.draw.randint(1, 3)), (9, self.draw.choice([10, 52]))]
+        pair.store.leave_out(spans)
+        pair.heads = [
+            [entry for entry in head if not any(begin <= entry.position < end for begin, end in spans)]
+            for head in pair.heads
+        ]
 
     def fork(self, pair: Pair) -> Pair:
         """A copy; what happens to either must not be seen by the other."""

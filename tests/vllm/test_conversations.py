@@ -74,7 +74,14 @@ AGAIN = (0, 2, 3)
 """Turns that are asked for again."""
 LEFT_OUT = {1: [(150, 163)], 3: [(40, 81), (170, 200)], 4: [(81, 100)]}
 """Spans that the client leaves out from a turn on: part of an answer, older ones, and what is next to such a one."""
-CHATS: dict[str, dict[str, Any]] = {"goes on": {}, "again": {"again": AGAIN}, "left out": {"left_out": LEFT_OUT}}
+NESTED = {2: [(170, 190)], 3: [(160, 205)]}
+"""A span that is left out around one that was left out before."""
+CHATS: dict[str, dict[str, Any]] = {
+    "goes on": {},
+    "again": {"again": AGAIN},
+    "left out": {"left_out": LEFT_OUT},
+    "nested": {"left_out": NESTED},
+}
 CASES = [
     *((recipe, "goes on", "") for recipe in (POOLED, WHOLE, NETWORKS)),
     *((POOLED, chat, "") for chat in ("again", "left out")),
@@ -83,6 +90,7 @@ MORE = [
     *((recipe, "goes on", "") for recipe in (EQUAL, RAGGED, "pyramid(snapkv(window=8), keep=80, turns=True)")),
     *((recipe, "goes on", way) for recipe in (EQUAL, POOLED) for way in ("ahead", "own process")),
     *((recipe, chat, "") for recipe in (EQUAL, RAGGED, NETWORKS, WHOLE) for chat in ("again", "left out")),
+    (POOLED, "nested", ""),
 ]
 """A recipe, what a client does, and where the scheduler runs."""
 

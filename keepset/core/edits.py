@@ -49,6 +49,18 @@ def edit_of(said: Sequence[int], prompt: Sequence[int], known: int) -> Edit:
     return Edit(end, tuple(left_out), matched)
 
 
+def positions_without(left_out: Sequence[Span], tokens: int) -> list[int]:
+    """Return the positions of so many tokens that are in none of some spans.
+
+    Args:
+        left_out: the spans, apart and in order.
+        tokens: how many tokens there are.
+    """
+    ends = [0, *(end for _, end in left_out)]
+    firsts = [*(first for first, _ in left_out), tokens]
+    return [position for begin, end in zip(ends, firsts, strict=True) for position in range(begin, min(end, tokens))]
+
+
 def _agreeing(said: Sequence[int], prompt: Sequence[int], first: int, place: int) -> int:
     """Return the first token from `first` on that is not the prompt's from `place` on, without its last."""
     most = min(len(said), first + len(prompt) - 1 - place)

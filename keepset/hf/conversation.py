@@ -1,0 +1,186 @@
+"""`Conversation`: a chat under transformers that computes only what is new, and is compressed between turns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from keepset.core.budget import joined
+from keepset.core.edits import Span, edit_of, positions_without
+from keepset.errors import KeepsetError
+from keepset.hf.cache import Cache
+from keepset.recipe import Recipe
+
+_NONE = -1
+"""A token that no text has."""
+
+
+class Conversation:
+    """A chat of one model, which stays in a `Cache` between its turns.
+
+    Every turn gets the whole history, as a server does. The policy is that of a vLLM server with the same recipe, and
+    so are the entries that stay:
+
+    - Nothing is compressed while a turn is answered. When the next one begins, all that was said is compressed. A share
+      is one of all tokens that were said.
+    - A turn that is asked for again, or answered otherwise, goes on with the entries that it had.
+    - What the history does not contain any more is dropped. Nothing is computed again, and what came after it keeps its
+      positions.
+    - A history that differs before the newest turn is computed anew.
+
+    Args:
+        model: a decoder-only transformers model.
+        tokenizer: its tokenizer, with a chat template.
+        recipe: a recipe with `turns=True`, such as `"pool(snapkv, bytes=0.25, turns=True)"`.
+        template: further arguments of the chat template, such as `tools` or `enable_thinking`.
+
+    Attributes:
+        cache: holds the entries; another one after the conversation was computed anew.
+        reused: how many tokens of the newest prompt were not computed.
+        computed: how many of them were.
+        dropped: how many tokens that were said the newest prompt has not gone on with.
+
+    Raises:
+        KeepsetError: the recipe or the model cannot be used, or there is no chat template.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: str | Recipe, **template: Any
+    ) -> None:
+        self._model, self._tokenizer, self._template = model, tokenizer, template
+        self.cache = Cache(model, recipe)
+        if not self.cache.schedule.turns:
+            raise KeepsetError(f"{self.cache.recipe} does not compress between turns: add turns=True to it.")
+        if not self.cache.managed_layers:
+            raise KeepsetError("No layer of this model caches a whole text, so there is no conversation to go on with.")
+        if not tokenizer.chat_template:
+            raise KeepsetError(
+                "The tokenizer has no chat template: set tokenizer.chat_template, or use a chat model's."
+            )
+        self.reused = self.computed = self.dropped = 0
+        self._ids: list[int] = []
+        """The token at each position of the cache."""
+        self._left_out: tuple[Span, ...] = ()
+        """Spans of positions without entries, because the history does not contain them any more."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.cache.nbytes
+
+    def say(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Answer a history of messages.
+
+        Args:
+            messages: the whole history, whose last message is answered, as the chat template takes it.
+            options: arguments of `model.generate`, such as `max_new_tokens`.
+
+        Returns:
+            The answer's text without special tokens; for the next turn append it to the history.
+
+        Raises:
+            KeepsetError: several answers are asked for. If the model fails, the next turn is computed anew.
+        """
+        config = options.get("generation_config") or self._model.generation_config
+        for name in ("num_beams", "num_return_sequences"):
+            if (options.get(name) or getattr(config, name, None) or 1) > 1:
+                raise KeepsetError(f"A conversation has one answer to each turn: leave {name} out, or use fork().")
+        prompt = self._rendered(messages, add_generation_prompt=True)
+        self._go_on(prompt, options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0)
+        # `generate` skips as many ids as the cache has tokens, those that were left out among them.
+        ids = torch.tensor([[*self._ids, *prompt[self.reused :]]], dtype=torch.long, device=self._model.device)
+        try:
+            # Without a mask it would take a token that ends turns for padding.
+            generate: Any = self._model.generate
+            output = generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, **options)
+        except BaseException:  # the cache may hold a part of the turn
+            self._begin_anew()
+            raise
+        sequence = getattr(output, "sequences", output)[0].tolist()
+        self._ids = sequence[: self.cache.get_seq_length()]  # the last token was not fed
+        return str(self._tokenizer.decode(sequence[ids.shape[1] :], skip_special_tokens=True))
+
+    def edit(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Say what the history is now, without an answer: what it does not contain any more is freed at once.
+
+        The newest turn is over then. What the history has in addition is computed with the next turn.
+
+        Args:
+            messages: the whole history.
+        """
+        self._go_on([*self._rendered(messages, add_generation_prompt=False), _NONE], 0)
+        self.computed = 0
+
+    def fork(self) -> Conversation:
+        """Return an independent copy: what is said to one is not known to the other."""
+        copied = copy.copy(self)
+        copied.cache, copied._ids = self.cache.fork(), list(self._ids)
+        return copied
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
+        options: dict[str, Any] = {**self._template, "tokenize": True, "return_dict": False}
+        return list(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **options
+            )
+        )
+
+    def _go_on(self, prompt: Sequence[int], new: int) -> None:
+        """Make the cache hold what a prompt has of all that was said, and nothing else.
+
+        Args:
+            prompt: its tokens, of which at least the last is computed.
+            new: how many tokens the answer may have.
+        """
+        positions = positions_without(self._left_out, len(self._ids))
+        edit = edit_of([self._ids[position] for position in positions], prompt, 0)
+        is_over = edit.end == len(positions)
+        tokens = len(self._ids) if is_over else positions[edit.end - 1] + 1 if edit.end else 0
+        spans = [(positions[first], positions[end - 1] + 1) for first, end in edit.left_out]
+        matched = edit.matched
+        has_room = self._has_room(tokens + len(prompt) - matched + new, len(prompt) + new)
+        if self._ids and not (has_room and self._take(tokens, spans, is_over, len(positions))):
+            tokens = matched = 0
+            self._begin_anew()
+        self._left_out = joined([*(span for span in self._left_out if span[0] < tokens), *spans]) if tokens else ()
+        del self._ids[tokens:]
+        self.reused, self.computed, self.dropped = matched, len(prompt) - matched, len(positions) - matched
+
+    def _take(self, tokens: int, left_out: Sequence[Span], is_over: bool, said: int) -> bool:
+        """Return whether the cache could go on from so many tokens.
+
+        Args:
+            tokens: how many of its tokens it goes on from.
+            left_out: spans of positions that are dropped.
+            is_over: whether the newest turn is over, so that all is compressed first.
+            said: how many tokens were said.
+        """
+        if not tokens:
+            return False
+        if is_over:
+            self.cache.compact(said)
+        try:
+            if not is_over:
+                self.cache.crop(tokens)
+            self.cache.leave_out(left_out)
+        except KeepsetError:  # the past has changed, or the model has states that have read it
+            return False
+        return True
+
+    def _has_room(self, positions: int, alone: int) -> bool:
+        """Return whether the model has so many positions; or no more for the same text alone.
+
+        Args:
+            positions: tokens of the text with what was left out.
+            alone: tokens of the text alone.
+        """
+        most = getattr(self._model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return most is None or positions <= max(most, alone)
+
+    def _begin_anew(self) -> None:
+        self.cache = Cache(self._model, self.cache.recipe)
+        self._ids, self._left_out = [], ()

@@ -1,0 +1,211 @@
+"""Conversations compute what is new: their tokens and entries are those of a model that simply goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepset import Conversation
+from keepset.core.edits import edit_of, positions_without
+from tests.hf.models import full, prompt, refusal, tiny
+from tests.hf.models import tokenizer as letters
+from tests.hf.test_turns import ANSWERS, LEFT_OUT, RECIPES, SAID, positions, reference
+from tests.vllm.chats import Positions, replay
+
+WHOLE = "adakv(streaming_llm, keep=1.0, turns=True)"
+GREEDY: dict[str, Any] = dict(max_new_tokens=ANSWERS, do_sample=False, eos_token_id=None, pad_token_id=0)
+Message = dict[str, str]
+
+
+class Numbers:
+    """A tokenizer whose texts are token ids in digits, and a template that only joins messages."""
+
+    chat_template = "joined"
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+        assert options["tokenize"] and not options["return_dict"]
+        return [int(number) for message in messages for number in message["content"].split()]
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+def conversation(recipe: str) -> Conversation:
+    return Conversation(tiny("llama"), Numbers(), recipe)  # type: ignore[arg-type]
+
+
+def message(ids: Sequence[int]) -> Message:
+    return {"role": "user", "content": " ".join(map(str, ids))}
+
+
+def ids_of(text: str) -> list[int]:
+    return [int(number) for number in text.split()]
+
+
+def check(recipe: str, answers: int = ANSWERS, **options: Any) -> None:
+    """Compare with the reference, which goes on head by head, what is said, computed and kept."""
+    turns = replay(reference(), recipe, SAID, answers, **options)
+    chat, begin = conversation(recipe), list[Positions]()
+    hook = chat._model.register_forward_pre_hook(
+        lambda *_: begin.append({} if chat.cache.progress is None else positions(chat.cache))
+    )
+    try:
+        for turn in turns:
+            begin.clear()
+            answer = chat.say([message(turn.prompt)], **{**GREEDY, "max_new_tokens": answers})
+            assert ids_of(answer) == turn.answer
+            assert (chat.reused, chat.computed) == (turn.reused, len(turn.prompt) - turn.reused)
+            assert begin[0] == turn.begins_with
+    finally:
+        hook.remove()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_goes_on_as_a_model_would(recipe: str) -> None:
+    check(recipe)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_a_turn_that_is_asked_for_again_is_answered_alike(recipe: str) -> None:
+    check(recipe, again=(0, 2, 3))
+
+
+NESTED = {2: [(70, 80)], 3: [(64, 90)]}
+"""A span around one that was left out before."""
+
+
+@pytest.mark.parametrize("left_out", [LEFT_OUT, NESTED], ids=["apart", "nested"])
+@pytest.mark.parametrize("recipe", [RECIPES[2], *(pytest.param(text, marks=pytest.mark.full) for text in RECIPES[3:])])
+def test_what_the_history_does_not_contain_is_dropped(recipe: str, left_out: Any) -> None:
+    check(recipe, left_out=left_out)
+
+
+def test_answers_of_one_token() -> None:
+    check(RECIPES[1], answers=1)
+
+
+def test_the_past_may_change() -> None:
+    """Answers are the model's own where all is kept: after a turn in other words, and another past."""
+    chat, model = conversation(WHOLE), copy.deepcopy(tiny("llama"))
+
+    def ask(history: list[Message]) -> tuple[int, int, int]:
+        ids = torch.tensor([ids_of(" ".join(part["content"] for part in history))])
+        answer = ids_of(chat.say(history, **GREEDY))
+        model_answer = full(model, ids, max_new_tokens=ANSWERS).sequences[0, ids.shape[1] :].tolist()
+        assert answer == model_answer
+        history.append(message(answer))
+        return chat.reused, chat.computed, chat.dropped
+
+    history = [message(SAID[0])]
+    assert ask(history) == (0, 60, 0)
+    history.append(message(SAID[1]))
+    assert ask(history) == (71, 26, 0)
+    other = [*history[:2], message(SAID[1][:20] + SAID[3])]  # the turn once more, in other words
+    assert ask(other) == (92, 9, 16)
+    assert ask([*other, message(SAID[2])]) == (112, 41, 0)
+    changed = [message(SAID[4]), *other, message(SAID[2])]
+    assert ask(changed) == (0, 183, 164)
+    assert ask([*changed, message(SAID[3])]) == (194, 10, 0)
+
+
+def test_edits_forks_and_failures() -> None:
+    """An edit frees at once, a fork is independent, and after a failure everything is computed anew."""
+    chat, history = conversation(RECIPES[1]), [message(SAID[0]), message(SAID[1])]
+    history.append(message(ids_of(chat.say(history, **GREEDY))))
+    fork, before = chat.fork(), chat.nbytes
+    chat.edit([history[1], history[2]])
+    assert (chat.reused, chat.computed, chat.dropped) == (36, 0, 60)
+    fork.edit([history[0], history[2]])
+    assert (fork.reused, fork.dropped) == (60 + 11, 25) and fork.nbytes < before
+    assert not any(60 <= at < 85 for heads in positions(fork.cache).values() for head in heads for at in head)
+    kept = positions(fork.cache)
+    again = fork.fork()
+    answers = [past.say([history[0], history[2], message(SAID[3])], **GREEDY) for past in (fork, again)]
+    assert answers[0] == answers[1] and kept == {
+        index: [[position for position in head if position < 96] for head in heads]
+        for index, heads in positions(again.cache).items()
+    }
+    with pytest.raises(ZeroDivisionError):
+        again.say([history[0], message(SAID[4])], **GREEDY, logits_processor=[lambda ids, scores: scores * (1 // 0)])
+    again.say([history[0]], **GREEDY)
+    assert (again.reused, again.computed) == (0, 60)
+
+
+def test_positions_that_are_used_up() -> None:
+    """What was left out still takes positions, until the text alone has more room."""
+    chat, said = conversation(WHOLE), [prompt(1, 200, seed)[0].tolist() for seed in range(3)]
+    answer = message(ids_of(chat.say([message(said[0] + said[1])], **GREEDY)))
+    history = [message(said[0]), answer, message(said[2][:70])]
+    history.append(message(ids_of(chat.say(history, **GREEDY))))
+    assert (chat.reused, chat.computed) == (211, 71)
+    history.append(message(SAID[3]))
+    chat.say(history, **GREEDY)
+    assert (chat.reused, chat.computed) == (0, 303)
+    chat.say([*history, message(SAID[3])], **GREEDY)
+    assert chat.reused == 303
+
+
+def test_models_with_windows() -> None:
+    """What their windows have read cannot be left out, so it is computed anew."""
+    chat = Conversation(tiny("gemma3"), Numbers(), RECIPES[0])  # type: ignore[arg-type]
+    history = [message(SAID[0]), message(SAID[1])]
+    history.append(message(ids_of(chat.say(history, **GREEDY))))
+    history.append(message(ids_of(chat.say([*history, message(SAID[3])], **GREEDY))))
+    assert chat.reused == 96
+    chat.say([history[0], *history[2:], message(SAID[3])], **GREEDY)
+    assert chat.reused == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantised_entries(bits: int) -> None:
+    chat, history = conversation(f"quantized(snapkv(window=8), bits={bits}, bytes=0.25, turns=True)"), list[Message]()
+    for said in SAID:
+        history.append(message(said))
+        history.append(message(ids_of(chat.say(history, **GREEDY))))
+    assert chat.computed == len(SAID[-1]) + 1
+    chat.edit([*history, message([5])])
+    assert chat.cache.share <= 0.27
+
+
+def test_texts(tmp_path: Path) -> None:
+    """A real tokenizer, whose template ends a message with what the answer did not have."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        letters(
+            "tiny-chat",
+            "{% for m in messages %}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
+        )
+    )
+    chat = Conversation(tiny("llama"), tokenizer, RECIPES[0])
+    history = [{"role": "user", "content": "when the rain has gone, who comes home"}]
+    history.append({"role": "assistant", "content": chat.say(history, **GREEDY)})
+    said = len(chat._ids)
+    chat.say([*history, {"role": "user", "content": "and then"}], **GREEDY)
+    assert chat.reused + chat.dropped == said
+
+
+def test_refusals() -> None:
+    with refusal("add turns=True"):
+        conversation("snapkv(keep=99)")
+    with pytest.warns(UserWarning, match="compresses nothing"), refusal("no conversation to go on with"):
+        Conversation(tiny("mistral_window"), Numbers(), RECIPES[0])  # type: ignore[arg-type]
+    with refusal("no chat template"):
+        tokenizer = Numbers()
+        tokenizer.chat_template = ""
+        Conversation(tiny("llama"), tokenizer, RECIPES[0])  # type: ignore[arg-type]
+    for name in ("num_beams", "num_return_sequences"):
+        with refusal(f"leave {name} out"):
+            conversation(RECIPES[0]).say([message(SAID[0])], **{name: 2})
+
+
+def test_spans_that_were_left_out() -> None:
+    assert edit_of(range(100), [*range(30), *range(50, 100), 7], 0) == (100, ((30, 50),), 80)
+    assert positions_without([(2, 4), (6, 9)], 8) == [0, 1, 4, 5]
