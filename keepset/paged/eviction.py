@@ -335,7 +335,7 @@ class PageAssignment:
 
 
 class EventPages(ABC):
-    """The pages of an event's requests in the layers of a group. `places` are layers, by their places in the group."""
+    """The pages of an event's requests in the layers of a group."""
 
     @property
     @abstractmethod

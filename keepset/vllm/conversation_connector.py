@@ -1,8 +1,8 @@
 """`ConversationConnector`: lets requests go on with what the turn before has left in the pages.
 
 vLLM is told that a connector has the cache of the prompt's beginning. The scheduler gives the request the pages of the
-conversation in place of new ones, so nothing is loaded. The layers must know of it before its first step is planned. So
-are told a step earlier, drop what does not stay, and report which pages are empty. Only then the request begins.
+conversation in place of new ones, so nothing is loaded. The layers must know of it before its first step is planned:
+they are told a step earlier, drop what does not stay, and report which pages are empty. Only then the request begins.
 """
 
 from __future__ import annotations
