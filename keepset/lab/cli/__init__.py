@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from keepset import __version__
 from keepset.errors import KeepsetError
 from keepset.lab.cli.calibrate import calibrate
+from keepset.lab.cli.chat import chat
 from keepset.lab.cli.compare import compare, demo
 from keepset.lab.cli.compile import compile
 from keepset.lab.cli.console import note, say, say_starting, unsay_starting
@@ -31,7 +32,7 @@ from keepset.lab.cli.ui import ui
 
 SECTIONS = {
     "Commands to begin with": ("demo", "ui", "methods"),
-    "Commands that compress": ("generate", "context", "serve"),
+    "Commands that compress": ("generate", "chat", "context", "serve"),
     "Commands that compare recipes on your text": ("compare", "tune"),
     "Commands that measure": ("eval", "results", "bench", "reproduce"),
     "Commands that prepare a model": ("calibrate", "compile"),
@@ -89,7 +90,7 @@ def options(
     say_starting()
 
 
-for command in (demo, ui, compare, generate, tune, methods):
+for command in (demo, ui, compare, generate, chat, tune, methods):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command()(results)

@@ -36,7 +36,8 @@ MEGABYTE = 10**6
 def cluster() -> Iterator[None]:
     options = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", num_cpus=2, object_store_memory=100 * MEGABYTE, **options)
+    own = {"worker_niceness": 0}  # else its processes get no time beside other tests
+    ray.init(address="local", num_cpus=2, object_store_memory=100 * MEGABYTE, _system_config=own, **options)
     yield
     ray.shutdown()
 
