@@ -284,7 +284,13 @@ def metadata_of(
 
 
 def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file whole or not at all, with the digests of its tensors and of its metadata."""
+    """Write a file whole or not at all, with the digests of its tensors and of its metadata.
+
+    Args:
+        path: the file.
+        metadata: its JSON object, without digests.
+        tensors: its tensors, by name.
+    """
     digests = {name: _tensor_digest(tensor) for name, tensor in sorted(tensors.items())}
     whole = {**metadata, "tensors": digests}
     FILE.write(path, tensors, {**whole, "digest": _digest(whole)})

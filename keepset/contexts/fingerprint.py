@@ -86,6 +86,10 @@ def difference(saved: Mapping[str, Any], ours: Mapping[str, str]) -> str:
 
     Only the first difference is given: facts that depend on it, such as the weights, differ too. Weights may be unknown
     here.
+
+    Args:
+        saved: the fingerprint in a file.
+        ours: the fingerprint of the model in use.
     """
     for name in {**ours, **saved}:
         saved_value, served_value = saved.get(name, "unknown"), ours.get(name, "none")
@@ -116,7 +120,12 @@ def sample_of(source: Statistics | Tables) -> Mapping[str, Any]:
 
 
 def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> bool:
-    """Return whether a sample is of other adapters or weights than a model's, as far as these are not quantized."""
+    """Return whether a sample is of other adapters or weights than a model's, as far as these are not quantized.
+
+    Args:
+        model: the model, loaded.
+        sampled: the sample, as `sample` returns it.
+    """
     if sampled and sampled.get(_ADAPTERS, "") != adapters_digest(model):
         return True
     weights = _readable(model)
@@ -124,7 +133,12 @@ def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> boo
 
 
 def stores_other_weights(folder: Path, sampled: Mapping[str, Any]) -> bool:
-    """Return whether a sample is of other weights than those in a model's folder, without loading these."""
+    """Return whether a sample is of other weights than those in a model's folder, without loading these.
+
+    Args:
+        folder: the folder with the model's safetensors files.
+        sampled: the sample, as `sample` returns it.
+    """
     stored = _slices(folder)
     if _ADAPTERS in sampled:
         return True
@@ -166,7 +180,13 @@ def _stored_numbers(stored: Any, indices: Iterable[int]) -> Tensor:
 
 
 def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
-    """Return the fingerprint of the weights in a model's folder; None if their names are not the model's."""
+    """Return the fingerprint of the weights in a model's folder; None if their names are not the model's.
+
+    Args:
+        folder: the folder with the model's safetensors files.
+        config: the model's configuration.
+        dtype: the precision in which the model is served.
+    """
     stored = _slices(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

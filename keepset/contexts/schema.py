@@ -45,7 +45,12 @@ _RECORDER_TENSORS = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|add
 
 
 def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
-    """Check a file's JSON object, and the types and shapes of its tensors, without reading a tensor."""
+    """Check a file's JSON object, and the types and shapes of its tensors, without reading a tensor.
+
+    Args:
+        metadata: the JSON object, which may be anything.
+        layout: types and shapes of the tensors, by name.
+    """
     _require(isinstance(metadata, dict))
     _check_metadata(metadata)
     _require(metadata["tensors"].keys() == layout.keys())
@@ -75,7 +80,13 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
 
 
 def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocation], recipe: Recipe) -> None:
-    """Check that the layers have the columns of a recipe's entries. `check_header` must have passed."""
+    """Check that the layers have the columns of a recipe's entries. `check_header` must have passed.
+
+    Args:
+        metadata: the file's JSON object.
+        layout: types and shapes of its tensors, by name.
+        recipe: the recipe by which the entries were compressed.
+    """
     method, goes_on = recipe.method, recipe.schedule.every is not None
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
@@ -100,7 +111,12 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
 
 
 def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Check how many tokens the requests have: `lengths`, `prompts` and, if there is padding, `seen`."""
+    """Check how many tokens the requests have: `lengths`, `prompts` and, if there is padding, `seen`.
+
+    Args:
+        metadata: the file's JSON object.
+        tensors: those of its tensors that are not a layer's, by name.
+    """
     lengths, prompts, logical = tensors["lengths"], tensors["prompts"], metadata["progress"]["logical"]
     _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
     tokens = tensors["seen"].sum(-1) if "seen" in tensors else torch.full_like(lengths, logical)
@@ -108,7 +124,12 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def check_images(images: Int[Tensor, "images 3"], lengths: Int[Tensor, " requests"]) -> None:
-    """Check where images are: the request, the first token and the one after the last of each range."""
+    """Check where images are: the request, the first token and the one after the last of each range.
+
+    Args:
+        images: row of the request, first token and the one after the last, for each image.
+        lengths: tokens of each request.
+    """
     row, first, end = images.unbind(1)
     _require(bool(((row >= 0) & (row < len(lengths)) & (first >= 0) & (first < end)).all()))
     _require(bool((end <= lengths[row]).all()))
@@ -117,14 +138,26 @@ def check_images(images: Int[Tensor, "images 3"], lengths: Int[Tensor, " request
 def check_counts(
     counts: Int[Tensor, "requests kv_heads"], most: Int[Tensor, "requests _"], keys: TensorLocation
 ) -> None:
-    """Check the number of entries of each head of a layer, or of its residual; their `keys` are in the file."""
+    """Check the number of entries of each head of a layer, or of its residual; their `keys` are in the file.
+
+    Args:
+        counts: entries of each head.
+        most: the most entries that a head may have, per request.
+        keys: type and shape of the keys, packed head after head.
+    """
     _require(bool(((counts >= 0) & (counts <= most)).all()) and int(counts.sum()) == keys.shape[0])
 
 
 def check_positions(
     positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"]
 ) -> None:
-    """Check that every head's positions, packed head after head, rise and are positions of tokens."""
+    """Check that every head's positions, packed head after head, rise and are positions of tokens.
+
+    Args:
+        positions: the position of each entry, counted from its request's first token.
+        counts: entries of each head.
+        lengths: tokens of each request.
+    """
     limits = torch.repeat_interleave(lengths.repeat_interleave(counts.shape[1]), counts.flatten())
     _require(bool(((positions >= 0) & (positions < limits)).all()))
     heads = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
@@ -137,7 +170,13 @@ def check_finite(columns: Iterable[Tensor]) -> None:
 
 
 def check_layer(layer: Mapping[str, Tensor], lengths: Int[Tensor, " requests"], logical: int) -> None:
-    """Check the numbers of a layer's tensors: its positions, what the newest event kept, and the sums."""
+    """Check the numbers of a layer's tensors: its positions, what the newest event kept, and the sums.
+
+    Args:
+        layer: the layer's tensors, by name.
+        lengths: tokens of each request.
+        logical: tokens of the longest request, with padding.
+    """
     if "counts" in layer:
         check_positions(layer["columns.positions"], layer["counts"], lengths)
     if "kept.counts" in layer:
@@ -148,7 +187,12 @@ def check_layer(layer: Mapping[str, Tensor], lengths: Int[Tensor, " requests"], 
 
 
 def check_states(layers: Sequence[Mapping[str, Tensor]], models: Sequence[Mapping[str, Tensor]]) -> None:
-    """Check that every layer has the model's states of one request, with the model's sizes."""
+    """Check that every layer has the model's states of one request, with the model's sizes.
+
+    Args:
+        layers: the states of each layer in the file, by name, `[requests, ...]`.
+        models: the states of each layer of the model, by name, `[requests, ...]`.
+    """
     _require(len(layers) == len(models))
     for layer, model in zip(layers, models, strict=True):
         _require(layer.keys() == model.keys() and all(layer[name].shape[1:] == model[name].shape[1:] for name in layer))
@@ -179,7 +223,6 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
 
 
 def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: bool) -> None:
-    """Check a compressed layer's types and shapes."""
     rows, heads = _of(tensors, "counts", torch.int64)
     _require(rows == requests and heads > 0)
     columns = below("columns.", tensors)
@@ -228,7 +271,14 @@ def _check_columns(columns: Mapping[str, TensorLocation]) -> None:
 
 
 def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, sizes: set[int]) -> None:
-    """Check the types and shapes of `QueryRecorder.tensors`."""
+    """Check the types and shapes of `QueryRecorder.tensors`.
+
+    Args:
+        tensors: types and shapes of the tensors, by name.
+        requests: the number of requests.
+        kv_heads: KV heads of the layer.
+        sizes: head sizes that queries may have.
+    """
     if not tensors:
         return
     _require(_of(tensors, "holes", torch.bool) == () and _of(tensors, "added_up", torch.int64) == ())
@@ -253,7 +303,6 @@ def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_hea
 
 
 def _check_window(tensors: Mapping[str, TensorLocation], requests: int) -> None:
-    """Check a sliding window's types and shapes."""
     _require(tensors.keys() == {"keys", "values"})
     keys, values = tensors["keys"], tensors["values"]
     _require(keys.dtype == values.dtype and keys.dtype.is_floating_point)
@@ -262,14 +311,19 @@ def _check_window(tensors: Mapping[str, TensorLocation], requests: int) -> None:
 
 
 def _check_states(tensors: Mapping[str, TensorLocation], requests: int) -> None:
-    """Check the types and shapes of recurrent and convolution states."""
     for name, location in tensors.items():
         _require(_STATE.fullmatch(name) and location.dtype.is_floating_point)
         _require(len(location.shape) > 1 and location.shape[0] == requests and 0 not in location.shape)
 
 
 def _of(layout: Mapping[str, TensorLocation], name: str, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the shape of a tensor, which must be there and of this type."""
+    """Return the shape of a tensor, which must be there and of this type.
+
+    Args:
+        layout: types and shapes of the tensors, by name.
+        name: the tensor's name.
+        dtype: the type that it must have.
+    """
     _require(name in layout and layout[name].dtype == dtype)
     return layout[name].shape
 

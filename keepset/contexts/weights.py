@@ -150,7 +150,12 @@ def _tuner_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _parts_of(layer: Any, adapter: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a layer has of an adapter, weights and settings, with names that do not depend on the adapter's."""
+    """Yield what a layer has of an adapter, weights and settings, with names that do not depend on the adapter's.
+
+    Args:
+        layer: a layer with adapters (PEFT).
+        adapter: the adapter's name.
+    """
     for name in (*layer.adapter_layer_names, *layer.other_param_names):
         parts = attrgetter(name)(layer)
         part = parts[adapter] if hasattr(parts, "keys") and adapter in parts else None
@@ -166,6 +171,11 @@ def _prefixes(name: str) -> Iterator[str]:
 
 def _loaded(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a model from where it is kept while the model does not compute (accelerate).
+
+    Args:
+        model: the model.
+        name: the tensor's name in the model.
+        tensor: the tensor, which may be on no device.
 
     Raises:
         UnsupportedModelError: it is not loaded.

@@ -188,7 +188,14 @@ class Admission:
         self._add(name, course)
 
     def _change(self, course: _Course, first: int, last: int, sign: int) -> None:
-        """Add a request's blocks in steps `first` to `last` to the sums; with `sign` -1, subtract them."""
+        """Add a request's blocks in steps `first` to `last` to the sums; with `sign` -1, subtract them.
+
+        Args:
+            course: the request's course.
+            first: the first step, counted as the sums count steps.
+            last: the last step.
+            sign: 1 to add, -1 to subtract.
+        """
         blocks = self._blocks(course.schedule, course.most, course.prompt, course.base + first - 1, last - first + 2)
         changes = sign * np.stack((np.maximum(blocks[:-1], blocks[1:]), blocks[1:]))
         size = self._sums.shape[1]
@@ -198,7 +205,18 @@ class Admission:
         self._sums[:, : changes.shape[1] - front] += changes[:, front:]
 
     def _blocks(self, schedule: EvictionSchedule, most: int | None, prompt: int, first: int, number: int) -> np.ndarray:
-        """Return a request's blocks in the steps from `first` tokens on: at least its prompt's blocks until it ends."""
+        """Return a request's blocks in the steps from `first` tokens on: at least its prompt's blocks until it ends.
+
+        Args:
+            schedule: when the request is compressed.
+            most: the most tokens that it ever has; None if there is no such limit.
+            prompt: tokens of its prompt.
+            first: its tokens in the first step.
+            number: the number of steps, one token each.
+
+        Returns:
+            One number of blocks per step.
+        """
         end = first + number
         tokens = np.arange(first, end)
         ahead = np.maximum(tokens, prompt) + self._steps_ahead

@@ -140,6 +140,10 @@ class EqualHeadTables(BlockTables):
         """Return where the entries lie.
 
         All heads share their pages, so the layouts have only the number of dropped entries.
+
+        Args:
+            batch: the step.
+            requests: those of its requests that are asked for, one row of the result each.
         """
         counts = [self._held(request) for request in requests]
         numbers = [
@@ -181,7 +185,13 @@ class EqualHeadTables(BlockTables):
     def _subpages(
         self, batch: StepBatch, requests: Sequence[ScheduledRequest], entries: int
     ) -> Int[Tensor, "rows kv_heads pages"]:
-        """Return the sub-pages of so many entries of each request: they lie in its blocks from the first not freed."""
+        """Return the sub-pages of so many entries of each request: they lie in its blocks from the first not freed.
+
+        Args:
+            batch: the step.
+            requests: those of its requests that are asked for, one row of the result each.
+            entries: the most entries per head that a row shows.
+        """
         size, kv_heads = self.schedule.block_size, self.schedule.kv_heads
         row, first = batch.tensor([(request.row, (request.after - entries) // size) for request in requests]).unbind(1)
         page_index = torch.arange(-(-entries // size), device=row.device)

@@ -61,7 +61,12 @@ class ContextPlacement:
         return cls(tokens, first, own_block, shared)
 
     def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> PageLayout:
-        """Return the layout of a request's pages on one rank, as the only row."""
+        """Return the layout of a request's pages on one rank, as the only row.
+
+        Args:
+            counts: entries of every head of this rank.
+            block_size: tokens per block.
+        """
         if not self.shared:
             first = _first_block(counts, self.tokens, block_size)
             return PageLayout(
@@ -74,7 +79,13 @@ class ContextPlacement:
 
 
 def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size: int) -> Int[Tensor, "*rows"]:
-    """Return the first of the request's last blocks, which hold the entries if each head has its own pages."""
+    """Return the first of the request's last blocks, which hold the entries if each head has its own pages.
+
+    Args:
+        counts: entries of every head.
+        tokens: tokens of the request.
+        block_size: tokens per block.
+    """
     lengths = torch.full(counts.shape[:-1], tokens, dtype=torch.long)
     return -(-lengths // block_size) - page_layout.blocks_needed(counts, lengths, block_size)
 

@@ -108,7 +108,6 @@ def compress_across(due: Sequence[tuple[LayerGroup, EvictionEvent]]) -> None:
 
 
 def _assign(event: EvictionEvent, entries: EventEntries, kept: LayerKeepSet) -> PageAssignment:
-    """Return pages for the entries that will stay."""
     return event.pages.assign(entries.places, kept.counts + event.newer)
 
 
@@ -234,7 +233,16 @@ def _write_state(
     within: Int[Tensor, " stays"],
     observed: Bool[Tensor, " stays"],
 ) -> None:
-    """Write the method's own numbers for later events; entries after those that it saw have none."""
+    """Write the method's own numbers for later events; entries after those that it saw have none.
+
+    Args:
+        group: the layers whose columns are written.
+        kept: what the method has chosen, with its numbers per entry.
+        slots: the slot of every entry that stays.
+        heads: the row of every entry in `kept`: one for every request and KV head.
+        within: the index of every entry among those of its head before the event.
+        observed: whether the method saw the entry.
+    """
     method, columns = group.recipe.method, group.columns
     if BIAS not in kept.state:
         columns.write_no_bias(slots)
@@ -250,7 +258,14 @@ def _write_state(
 def _survivors(
     kept: LayerKeepSet, entries: Int[Tensor, "rows kv_heads"], newer: int, width: int
 ) -> tuple[Int[Tensor, " stays"], Int[Tensor, " stays"]]:
-    """Return for every entry that stays, head after head, its flat index `head * width + place` and its rank there."""
+    """Return for every entry that stays, head after head, its flat index `head * width + place` and its rank there.
+
+    Args:
+        kept: what the method has chosen.
+        entries: entries of every head before the event.
+        newer: how many entries of every head are newer than the event; all of these stay.
+        width: entries per head in the padded tensors that the index counts in.
+    """
     heads = kept.rows
     index, rank = heads * width + kept.indices, torch.arange(len(heads), device=heads.device) - kept.cu_seqlens[heads]
     if not newer:
@@ -266,7 +281,13 @@ def _survivors(
 
 
 def _workspaces(sizes: Sequence[int], unit: int, entry_bytes: int) -> Iterator[tuple[range, slice]]:
-    """Yield heads whose entries are moved together, and the range of their entries among all that stay."""
+    """Yield heads whose entries are moved together, and the range of their entries among all that stay.
+
+    Args:
+        sizes: how many entries of every head stay.
+        unit: the number of heads that are never divided.
+        entry_bytes: bytes of an entry while it is moved.
+    """
     starts, units = list(accumulate(sizes, initial=0)), len(sizes) // unit
     together = unit * max(1, units * WORKSPACE // max(starts[-1] * entry_bytes, 1))
     for first in range(0, len(sizes), together):

@@ -124,7 +124,12 @@ class EvictionSchedule:
         return self._others[plan]
 
     def newest_event(self, prompt: int, length: int) -> int:
-        """Return the newest event at or before `length` tokens; 0 if there was none."""
+        """Return the newest event at or before `length` tokens; 0 if there was none.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request.
+        """
         schedule = self.recipe.schedule
         if length < prompt or self._off:
             return 0
@@ -135,7 +140,12 @@ class EvictionSchedule:
         return begin + passed * schedule.every if passed or schedule.prefill else 0
 
     def next_event(self, prompt: int, length: int) -> int | None:
-        """Return the first event after `length` tokens, if there is one."""
+        """Return the first event after `length` tokens, if there is one.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request.
+        """
         schedule = self.recipe.schedule
         if self._off:
             return None
@@ -147,11 +157,15 @@ class EvictionSchedule:
         return begin + (max(length - begin, 0) // schedule.every + 1) * schedule.every
 
     def _begin(self, prompt: int, every: int) -> int:
-        """Return the length from which events are counted."""
         return prompt if self._next_event is None else self._next_event - every
 
     def upcoming(self, prompt: int, length: int) -> int | None:
-        """Return the first event after `length` tokens; None if there is none, or if it is known to drop nothing."""
+        """Return the first event after `length` tokens; None if there is none, or if it is known to drop nothing.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request.
+        """
         event = self.next_event(prompt, length)
         return None if event is None or not self.due(prompt, event - 1, event) else event
 
@@ -159,6 +173,10 @@ class EvictionSchedule:
         """Return up to how many tokens a request may be drafted after `length` tokens; None if there is no limit.
 
         Drafted tokens may be taken back, so none of them brings an event due.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request before it is drafted further.
         """
         event = self.next_event(prompt, length)
         return None if event is None else event - 1
@@ -168,6 +186,10 @@ class EvictionSchedule:
 
         If heads keep different numbers of entries, each of them may leave part of a page empty. So one block of the
         dropped ones is never freed, and a request is not compressed before it drops at least a block.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request that were processed.
         """
         at = self.newest_event(prompt, length)
         if not at or not self.fixed:
@@ -179,6 +201,10 @@ class EvictionSchedule:
         """Return the newest event at or before `length` tokens that dropped something; 0 if there was none.
 
         If a layer's share grows with the text, some events drop nothing. They are not executed.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request.
         """
         at = self.newest_event(prompt, length) if self.dropped(prompt, length) else 0
         while at and self.dropped(prompt, at) == self.dropped(prompt, at - 1):
@@ -197,11 +223,21 @@ class EvictionSchedule:
         return at if at > before else 0
 
     def was_compressed(self, prompt: int, length: int) -> bool:
-        """Return whether a request of `length` tokens was compressed, or may have been if counts come from the data."""
+        """Return whether a request of `length` tokens was compressed, or may have been if counts come from the data.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request.
+        """
         return self.after_context or (self.dropped if self.fixed else self.newest_event)(prompt, length) > 0
 
     def freed(self, prompt: int, length: int) -> int:
-        """Return how many leading blocks of the request are empty."""
+        """Return how many leading blocks of the request are empty.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request that were processed.
+        """
         blocks = self.dropped(prompt, length) // self.block_size
         return max(blocks - 1, 0) if self.ragged else blocks
 
@@ -231,11 +267,21 @@ class EvictionSchedule:
         return 0 if self.whole_prompt else max(min(untouched, prompt - self.recipe.method.traits.needs.window), 0)
 
     def shares(self, prompt: int, length: int) -> bool:
-        """Return whether others may share pages of a request: those of its prompt, before its first compression."""
+        """Return whether others may share pages of a request: those of its prompt, before its first compression.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            length: tokens of the request.
+        """
         return self.untouched(prompt) != 0 and not self.was_compressed(prompt, length)
 
     def _kept_at(self, prompt: int, event: int) -> int:
-        """Return the entries per head after an event; they follow from those after the event before it."""
+        """Return the entries per head after an event; they follow from those after the event before it.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            event: tokens of the request at the event.
+        """
         if len(self._kept) > _CACHED:
             self._kept.clear()
         every = self.recipe.schedule.every or 0
@@ -250,7 +296,13 @@ class EvictionSchedule:
         return self._kept[prompt, event]
 
     def _quota(self, entries: int, prompt: int, length: int) -> int:
-        """Return how many of its entries the average head may keep, whatever they hold."""
+        """Return how many of its entries the average head may keep, whatever they hold.
+
+        Args:
+            entries: entries of every head before the event.
+            prompt: tokens of the request's prompt.
+            length: tokens of the request at the event.
+        """
         if self._budget.keep is None:
             return entries
         entry_counts = [[entries] * self.kv_heads]
@@ -293,6 +345,10 @@ def _room(layers: int, groups: int) -> int:
 
     It makes all groups as large as the largest or, if the largest is half as large again, divides them into groups as
     large as the smallest.
+
+    Args:
+        layers: the number of layers that are compressed.
+        groups: the number of groups.
     """
     least, larger = divmod(layers, groups)
     if not larger or least + 1 < 1.5 * least:

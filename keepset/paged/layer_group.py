@@ -172,7 +172,13 @@ class LayerGroup:
         layer_indices: range,
         queries: Float[Tensor, "layers n query_heads head_dim"],
     ) -> None:
-        """Collect, hold, record or copy queries of the step that is under way."""
+        """Collect, hold, record or copy queries of the step that is under way.
+
+        Args:
+            operation: what is done with the queries.
+            layer_indices: indices of the layers in the group.
+            queries: the step's queries of these layers, after rotation.
+        """
         if isinstance(operation, QueryCapture):
             self.ring.record(layer_indices, queries[:, operation.queries], operation.slots, operation.places)
         elif isinstance(operation, DraftedQueries):

@@ -141,7 +141,13 @@ class Observer:
         addition: QueryAddition,
         queries: Float[Tensor, "layers n query_heads head_dim"] | None,
     ) -> RecordedQueries:
-        """Return the queries that are summed: held ones, the step's own, or those in the rings."""
+        """Return the queries that are summed: held ones, the step's own, or those in the rings.
+
+        Args:
+            layer_indices: indices of the layers in the group.
+            addition: which queries are added.
+            queries: the step's queries of these layers, after rotation; None between steps.
+        """
         if addition.held is not None:
             return self._ring.held(layer_indices, addition.held)
         if addition.first_query is None:
@@ -150,7 +156,12 @@ class Observer:
         return of_step(queries[:, addition.first_query : addition.first_query + addition.positions.shape[1]])
 
     def _counts(self, feature: SummedFeature, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
-        """Return which queries are in the feature's window and not summed yet."""
+        """Return which queries are in the feature's window and not summed yet.
+
+        Args:
+            feature: what is summed.
+            addition: which queries are added, and for which events.
+        """
         begins = addition.points - self._recording.window(feature, addition.ends_prompt)
         return addition.positions >= begins.maximum(addition.begins)[:, None]
 
@@ -183,7 +194,15 @@ class Observer:
     def _sums(
         self, event: EvictionEvent, layer_indices: range, occupied: OccupiedPages, columns: EntryColumns, width: int
     ) -> dict[Feature[Any], Any]:
-        """Return the window sums, read from the columns; zero where there is no entry."""
+        """Return the window sums, read from the columns; zero where there is no entry.
+
+        Args:
+            event: the event.
+            layer_indices: indices of the layers in the group.
+            occupied: the sub-pages of the entries.
+            columns: has the sums.
+            width: entries per head in the result.
+        """
         if not self._recording.sums:
             return {}
         slots = columns.slots(occupied.subpages)[..., :width]
@@ -201,14 +220,25 @@ class Observer:
         return sums
 
     def _of_prompts(self, event: EvictionEvent, layer_indices: range, width: int) -> dict[Feature[Any], Any]:
-        """Return the features that were collected over whole prompts."""
+        """Return the features that were collected over whole prompts.
+
+        Args:
+            event: the event.
+            layer_indices: indices of the layers in the group.
+            width: entries per head in the result.
+        """
         prompts = [
             record.chunks[layer_index] for layer_index in layer_indices for record in event.records if record.chunks
         ]
         return prompts[0].merged_with(prompts[1:]).values(event.at.repeat(len(layer_indices)), width) if prompts else {}
 
     def _of_newest(self, event: EvictionEvent, layer_indices: range) -> dict[Feature[Any], Any]:
-        """Return the moments at an event while decoding; moments of few queries are computed from these now."""
+        """Return the moments at an event while decoding; moments of few queries are computed from these now.
+
+        Args:
+            event: the event.
+            layer_indices: indices of the layers in the group.
+        """
         features = [feature for feature in self._needs.of(QueryMoments) if feature.buffer]
         if not features:
             return {}
@@ -228,7 +258,16 @@ class Observer:
     def _newest(
         self, event: EvictionEvent, layer_indices: range, size: int
     ) -> tuple[Queries, Int[Tensor, "layers_rows n"]]:
-        """Return the newest `size` queries before an event, and their positions."""
+        """Return the newest `size` queries before an event, and their positions.
+
+        Args:
+            event: the event.
+            layer_indices: indices of the layers in the group.
+            size: the number of queries per request.
+
+        Returns:
+            The queries, and the position of each; -1 where a query is older than all that are recorded.
+        """
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
         queries = self._ring.newest(layer_indices, event.slots, positions)
         if event.first_query:
@@ -236,13 +275,23 @@ class Observer:
         return queries, positions.repeat(len(layer_indices), 1)
 
     def _query_source(self, layer_indices: range, tokens: slice) -> _QuerySource | None:
-        """Return how these layers make and rotate the queries of these tokens; None if no feature needs it."""
+        """Return how these layers make and rotate the queries of these tokens; None if no feature needs it.
+
+        Args:
+            layer_indices: indices of the layers in the group.
+            tokens: the tokens, by their indices in the step.
+        """
         if self._rotary is None:
             return None
         return _QuerySource(self._rotary, self._projections[layer_indices.start : layer_indices.stop], tokens)
 
     def check(self, layer_index: int, queries: Queries, hidden: HiddenStates) -> None:
         """Compare a layer's queries before rotation with those computed from its hidden states, once for each layer.
+
+        Args:
+            layer_index: index of the layer in the group.
+            queries: its queries before rotation.
+            hidden: the hidden states of the same tokens.
 
         Raises:
             UnsupportedModelError: the model makes its queries in a way that keepset does not know.

@@ -89,7 +89,13 @@ class Planner:
         self.requests.begin(page, int(layout.length[0, 0]), name, plan)
 
     def ended(self, page: int, tokens: int, entries: EntriesInPages) -> tuple[QueryRecord, QueryAddition]:
-        """Return what was recorded of a turn that has ended; see `RecordingPlanner.of_ended`."""
+        """Return what was recorded of a turn that has ended; see `RecordingPlanner.of_ended`.
+
+        Args:
+            page: the page that holds the request's newest token.
+            tokens: tokens of the request.
+            entries: where its entries lie.
+        """
         return self._recording_plan.of_ended(page, tokens, entries)
 
     def close(self, records: Sequence[QueryRecord]) -> None:
@@ -135,7 +141,13 @@ class Planner:
                 yield kind, similar
 
     def _event(self, batch: StepBatch, kind: _EventKind, requests: list[ScheduledRequest]) -> EvictionEvent:
-        """Return the event of requests that are compressed together, once the step is placed."""
+        """Return the event of requests that are compressed together, once the step is placed.
+
+        Args:
+            batch: the step.
+            kind: what these requests' events have in common.
+            requests: the requests.
+        """
         points, keep = [request.after - kind.newer for request in requests], None
         if kind.fixed:
             gone = [self.tables.schedule_of(request).dropped(request.prompt, request.after) for request in requests]

@@ -322,7 +322,12 @@ class RaggedHeadTables(BlockTables):
         return RaggedStep(pages, tokens.lengths, layout, self.schedule.block_size, self._group, tokens, others=False)
 
     def _room(self, rows: int, device: torch.device) -> PageLayout:
-        """Return the tensors for the layouts of a step's requests, which are the same in every step."""
+        """Return the tensors for the layouts of a step's requests, which are the same in every step.
+
+        Args:
+            rows: the least number of requests that must fit.
+            device: the device of the tensors.
+        """
         if self._rows is None or len(self._rows.length) < rows:
             most = max(rows, self._size.max_requests)
             self._rows = FiledLayouts.empty(most, self._group.layers, self.schedule.kv_heads, device).layout
@@ -331,7 +336,13 @@ class RaggedHeadTables(BlockTables):
     def _goes_on(
         self, block_table: Int[Tensor, "rows width"], before: Int[Tensor, " rows"], after: Int[Tensor, " rows"]
     ) -> bool:
-        """Return whether the same requests ran in the step before and none has a new block, so that layouts stay."""
+        """Return whether the same requests ran in the step before and none has a new block, so that layouts stay.
+
+        Args:
+            block_table: blocks of every request, by logical position.
+            before: tokens of every request before the step.
+            after: tokens of every request after the step.
+        """
         if not self._is_steady or len(before) != len(self.step.pages):
             return False
         rows = torch.arange(len(before))
@@ -339,7 +350,15 @@ class RaggedHeadTables(BlockTables):
         return bool(((old == new) & (new == self.step.pages) & (before == self.step.lengths)).all())
 
     def _tokens(self, batch: StepBatch, compressed: np.ndarray) -> tuple[PagedTokens | None, bool]:
-        """Return the tokens that are written and attended to by the layout, and whether there are others."""
+        """Return the tokens that are written and attended to by the layout, and whether there are others.
+
+        Args:
+            batch: the step.
+            compressed: for every request of the step, whether its entries are laid out by the layout.
+
+        Returns:
+            The tokens, None if there are none; and whether the engine's kernel has tokens to attend to.
+        """
         rows, any_compressed = batch.rows, bool(compressed.any())
         new, longest = rows.end_query - rows.first_query, int(rows.after.max())
         if (any_compressed or self._size.replays) and (new == 1).all():
@@ -353,11 +372,24 @@ class RaggedHeadTables(BlockTables):
         return PagedTokens(batch.block_table, lengths, longest, token_indices, at), not compressed.all()
 
     def _each_row(self, batch: StepBatch, rows: int, longest: int) -> PagedTokens:
-        """Return one token of each of the first rows."""
+        """Return one token of each of the first rows.
+
+        Args:
+            batch: the step.
+            rows: the number of requests.
+            longest: tokens of the longest of them.
+        """
         return PagedTokens(batch.block_table, batch.seq_lens[:rows], longest, slots=batch.slot_mapping[:rows])
 
     def _hide(self, batch: StepBatch, plan: StepPlan, tokens: PagedTokens, compressed: np.ndarray) -> None:
-        """Mask these tokens' slots for the engine, and shorten their lengths for its kernel, which cannot skip them."""
+        """Mask these tokens' slots for the engine, and shorten their lengths for its kernel, which cannot skip them.
+
+        Args:
+            batch: the step, whose slots are changed.
+            plan: its plan, which gets the shorter lengths.
+            tokens: the tokens of compressed requests.
+            compressed: for every request of the step, whether it is one of these.
+        """
         assert tokens.places is not None
         batch.slot_mapping.index_fill_(0, tokens.places, _NO_SLOT)
         rows, dropped = batch.rows, np.zeros(len(batch.block_table), dtype=np.int64)

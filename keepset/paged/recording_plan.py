@@ -187,7 +187,14 @@ class StepRecording:
         plan.after_events = [*late]
 
     def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
-        """Return queries that are summed from now on; after that, all entries have a sum."""
+        """Return queries that are summed from now on; after that, all entries have a sum.
+
+        Args:
+            request: the request.
+            record: what is recorded of it; all queries before `stop` count as summed from now on.
+            begin: position of the first query.
+            stop: position after the last query.
+        """
         # Entries of rejected drafts have no sum, or zero, which is also right for the entries that replace them.
         unwritten = max(request.after - record.written, 0)
         waiting = _Waiting(request, record, begin, stop, record.point, unwritten)
@@ -202,7 +209,13 @@ class StepRecording:
         return [self._additions(group, self._recording.room) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
-        """Return the addition for the `number` queries before each `stop`; those before `begin` do not count."""
+        """Return the addition for the `number` queries before each `stop`; those before `begin` do not count.
+
+        Args:
+            waiting: queries of one or more requests; all of these are at their prompt's end, or none.
+            number: queries per request.
+            **source: where the queries are if not in the rings, as `QueryAddition` names it.
+        """
         numbers = [
             (pending.record.slot, pending.begin, pending.stop, pending.point, pending.request.after, pending.unwritten)
             for pending in waiting
@@ -361,13 +374,23 @@ class RecordingPlanner:
     def _is_drafted(self, request: ScheduledRequest, windows: Sequence[_Window]) -> bool:
         """Return whether some of a step's tokens may be taken back; tokens of prompts and of steps that end at events
         are not.
+
+        Args:
+            request: the request in the step.
+            windows: the windows that its tokens are in, the first event's first.
         """
         new = request.after - request.before
         reaches_event = windows[0].point <= request.after
         return not reaches_event and 1 < new <= 1 + self._recording.drafts and request.after > request.prompt
 
     def _note_shared(self, request: ScheduledRequest, record: QueryRecord, opening: dict[int, list[int]]) -> None:
-        """Note which pages of a request others may share; `opening` has them for requests whose first window opens."""
+        """Note which pages of a request others may share; `opening` has them for requests whose first window opens.
+
+        Args:
+            request: the request in the step.
+            record: what is recorded of it; its `shares` and `own` are set.
+            opening: the pages, by the row of the request.
+        """
         if request.own is not None or not self._schedule.shares(request.prompt, request.before):
             record.shares, record.own = (), False
         elif request.row in opening:
@@ -438,11 +461,22 @@ class RecordingPlanner:
         return record, addition
 
     def _begins(self, prompt: int, point: int) -> int:
-        """Return the position of the first query that is recorded for an event."""
+        """Return the position of the first query that is recorded for an event.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            point: tokens of the request at the event.
+        """
         return max(0, point - self._recording.reach(ends_prompt=point == prompt))
 
     def _chunk(self, request: ScheduledRequest, record: QueryRecord, blocks: Int[Tensor, " width"]) -> PromptChunk:
-        """Return the tokens of a prompt that this step brings, to be collected."""
+        """Return the tokens of a prompt that this step brings, to be collected.
+
+        Args:
+            request: the request in the step.
+            record: what is recorded of it.
+            blocks: its blocks, by logical position.
+        """
         until = min(request.prompt, request.after)
         if not record.chunks:
             record.chunks = [Accumulators(self._needs) for _ in range(self._layers)]

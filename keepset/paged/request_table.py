@@ -154,6 +154,11 @@ class RequestTable:
         States that were moved in this step already are left alone. A request without a state gets one, which is not
         filed.
 
+        Args:
+            batch: the step.
+            requests: the requests whose states are moved.
+            leading: how many leading pages are asked for, by row.
+
         Returns:
             The leading pages that were asked for, by row.
         """
@@ -180,7 +185,13 @@ class RequestTable:
     def _read_pages(
         self, batch: StepBatch, requests: Sequence[ScheduledRequest], leading: Mapping[int, int]
     ) -> tuple[list[list[int]], list[int], dict[int, list[int]]]:
-        """Return the pages where states may be filed, oldest first; the pages from now on; and leading pages by row."""
+        """Return the pages where states may be filed, oldest first; the pages from now on; and leading pages by row.
+
+        Args:
+            batch: the step.
+            requests: the requests whose states are moved.
+            leading: how many leading pages are asked for, by row.
+        """
         if not (requests or leading):
             return [], [], {}
         size, table, width = self._block_size, batch.block_table, max(leading.values(), default=0)

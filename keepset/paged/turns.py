@@ -98,7 +98,13 @@ def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:
 
 
 def _ended(group: LayerGroup, turn: EndedTurn, blocks: Sequence[int]) -> EvictionEvent:
-    """Return the event of a turn that has ended, once its queries are summed."""
+    """Return the event of a turn that has ended, once its queries are summed.
+
+    Args:
+        group: the layers.
+        turn: the turn that has ended.
+        blocks: its blocks in these layers, by logical position.
+    """
     pages = _pages(group, blocks, turn.tokens)
     event = _event(group, turn, pages)
     if not group.planner.recording:
@@ -153,7 +159,13 @@ def _pages(
 
 
 def _event(group: LayerGroup, turn: EndedTurn, pages: RaggedEventPages) -> EvictionEvent:
-    """Return the event of a request that has ended, the only one."""
+    """Return the event of a request that has ended, the only one.
+
+    Args:
+        group: the layers.
+        turn: the turn that has ended.
+        pages: the pages of its entries in these layers.
+    """
     device = group.pages_of(0).device
     at, prompts, slots = (
         torch.tensor(numbers, dtype=torch.long, device=device) for numbers in ([turn.tokens], [turn.prompt], [])
@@ -181,7 +193,13 @@ def _slots(group: LayerGroup, entries: EventEntries) -> Int[Tensor, "layers_rows
 
 
 def _note(group: LayerGroup, entries: EventEntries, kept: LayerKeepSet) -> None:
-    """Note in the columns which entries stay, and what the method remembers of them."""
+    """Note in the columns which entries stay, and what the method remembers of them.
+
+    Args:
+        group: the layers.
+        entries: the entries of a part of these layers.
+        kept: which of them stay.
+    """
     exists, slots = entries.observation.valid, _slots(group, entries)
     stays = torch.zeros(exists.shape, dtype=torch.float32, device=exists.device)
     stays.view(-1)[kept.rows * exists.shape[-1] + kept.indices] = 1
@@ -192,7 +210,13 @@ def _note(group: LayerGroup, entries: EventEntries, kept: LayerKeepSet) -> None:
 
 
 def _going_on(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> Bool[Tensor, "layers_rows kv_heads entries"]:
-    """Return which entries the next turn goes on with."""
+    """Return which entries the next turn goes on with.
+
+    Args:
+        group: the layers.
+        entries: the entries of a part of these layers.
+        turn: the turn that begins.
+    """
     positions = entries.observation.positions
     stays = entries.observation.valid & (positions < turn.tokens)
     for first, end in turn.left_out:
@@ -201,7 +225,13 @@ def _going_on(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> Bool[
 
 
 def _state(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> dict[str, Tensor]:
-    """Return what the method remembers of entries: if it has chosen again, also of those since the event before."""
+    """Return what the method remembers of entries: if it has chosen again, also of those since the event before.
+
+    Args:
+        group: the layers.
+        entries: the entries of a part of these layers.
+        turn: the turn that begins.
+    """
     if not turn.compact:
         return {}
     slots = _slots(group, entries)

@@ -122,6 +122,10 @@ def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
     """Return the precision for `--dtype` that all of a folder's contexts share, if the options name none.
 
     By default vLLM serves a 32-bit model in 16 bits, and would refuse contexts that were built in 32 bits.
+
+    Args:
+        contexts: the folder of contexts; None if there is none.
+        options: the words of the options of `vllm serve`.
     """
     if contexts is None or has_option(options, "--dtype"):
         return None
@@ -133,12 +137,22 @@ def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
 
 
 def has_option(options: Sequence[str], name: str) -> bool:
-    """Return whether a command line has an option as `--name value` or `--name=value`, with dashes or underscores."""
+    """Return whether a command line has an option as `--name value` or `--name=value`, with dashes or underscores.
+
+    Args:
+        options: the words of a command line.
+        name: the option with its dashes, such as `--dtype`.
+    """
     return any(_name(word) == name for word in options)
 
 
 def option(options: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option, such as `--dtype`, in a command line; None if it is not given."""
+    """Return the last value of an option, such as `--dtype`, in a command line; None if it is not given.
+
+    Args:
+        options: the words of a command line.
+        name: the option with its dashes.
+    """
     value = None
     words = iter(options)
     for word in words:
@@ -162,7 +176,12 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words that start a server under a supervisor, which ends all of the server's processes at a signal."""
+    """Return the words that start a server under a supervisor, which ends all of the server's processes at a signal.
+
+    Args:
+        words: the words that start the server.
+        options: the words of its options, of which `--shutdown-timeout` is read.
+    """
     try:
         seconds = _END_SECONDS + max(0, int(option(options, "--shutdown-timeout") or 0))
     except ValueError:  # vLLM itself refuses it

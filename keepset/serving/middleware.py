@@ -83,7 +83,14 @@ class _RequestHandler:
             await self._app(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, honoured: bool) -> None:
-        """Check and sign the keepset options in a request's body, and pass it to vLLM; or refuse it."""
+        """Check and sign the keepset options in a request's body, and pass it to vLLM; or refuse it.
+
+        Args:
+            scope: the connection, as ASGI describes it.
+            receive: returns the client's next message.
+            send: sends a message to the client.
+            honoured: whether the route passes the options on to the engine.
+        """
         body = await _body(receive)
         if body is None:
             return
@@ -126,7 +133,12 @@ class _RequestHandler:
         return owner_of(header.decode("latin-1").partition(" ")[2])
 
     def _check(self, scope: Scope, options: RequestOptions) -> None:
-        """Raise `KeepsetError` if it is already known that the engine would refuse the request."""
+        """Raise `KeepsetError` if it is already known that the engine would refuse the request.
+
+        Args:
+            scope: the connection, as ASGI describes it.
+            options: what the request asks for.
+        """
         config = scope["app"].state.vllm_config
         if options != RequestOptions() and not (is_signed(config) and has_key()):
             raise KeepsetError("This server cannot sign requests: start it with keepset serve.")
@@ -141,12 +153,22 @@ class _RequestHandler:
             options.recipe(recipe_of(config) if is_compressed(config) else None)
 
     def _refusal(self, scope: Scope, ticket: str) -> str | None:
-        """Return why the engine has refused the request of this ticket; None if it has not."""
+        """Return why the engine has refused the request of this ticket; None if it has not.
+
+        Args:
+            scope: the connection, as ASGI describes it.
+            ticket: the request's ticket.
+        """
         why = stats.refusal(ticket)
         return None if why is None else self._without_paths(scope, why)
 
     def _without_paths(self, scope: Scope, sentence: str) -> str:
-        """Replace paths of contexts' files in a sentence by the contexts' names: no client may see paths."""
+        """Replace paths of contexts' files in a sentence by the contexts' names: no client may see paths.
+
+        Args:
+            scope: the connection, as ASGI describes it.
+            sentence: the sentence, for the client.
+        """
         folder = contexts_of(scope["app"].state.vllm_config)
         if folder is None:
             return sentence
@@ -203,7 +225,12 @@ def _is_form(scope: Scope) -> bool:
 
 
 def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
-    """Take the object out of a request and return it; raise `KeepsetError` if it cannot be taken."""
+    """Take the object out of a request and return it; raise `KeepsetError` if it cannot be taken.
+
+    Args:
+        request: the body of a request, from which the object is removed.
+        honoured: whether the route passes the options on to the engine.
+    """
     xargs, sampling = request.get("vllm_xargs"), request.get("sampling_params")
     if honoured and xargs is not None and not isinstance(xargs, dict):
         raise KeepsetError("vllm_xargs is not an object: give names and values, or leave it out.")
@@ -220,7 +247,12 @@ def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
 
 
 def _counter(ticket: str, number: Any) -> UsageCounter:
-    """Return what counts the tokens of a request's context; vLLM counts a prompt with `number` answers once."""
+    """Return what counts the tokens of a request's context; vLLM counts a prompt with `number` answers once.
+
+    Args:
+        ticket: the request's ticket.
+        number: how many answers the request asks for, as the client wrote it.
+    """
     answers = number if isinstance(number, int) and number > 0 else 1
 
     def tokens() -> tuple[int, int]:
@@ -241,7 +273,13 @@ class _Answer:
         self._status, self._refused, self._held = 0, False, b""
 
     async def by(self, app: App, scope: Scope, receive: Receive) -> None:
-        """Let an application answer a request."""
+        """Let an application answer a request.
+
+        Args:
+            app: the application.
+            scope: the connection, as ASGI describes it.
+            receive: returns the client's next message.
+        """
         try:
             await app(scope, receive, self)
         except Exception:  # vLLM raises an error when the engine has refused a streaming request
@@ -282,19 +320,34 @@ class _Answer:
 
 
 def _beginning(body: bytes, signature: bytes) -> bytes:
-    """Return the end of a piece if it may begin a signature that continues in the next piece."""
+    """Return the end of a piece if it may begin a signature that continues in the next piece.
+
+    Args:
+        body: the piece of an answer.
+        signature: the signature that is looked for.
+    """
     lengths = range(min(len(body), len(signature) - 1), 0, -1)
     return next((body[-length:] for length in lengths if signature.startswith(body[-length:])), b"")
 
 
 def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes | None) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a message with another body; None if its size is not known."""
+    """Return the headers of a message with another body; None if its size is not known.
+
+    Args:
+        headers: names and values of the headers.
+        body: the new body; None if its size is not known yet.
+    """
     kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
     return kept if body is None else [*kept, (b"content-length", str(len(body)).encode())]
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:
-    """Return a function that receives this body, and then the message that the client has disconnected."""
+    """Return a function that receives this body, and then the message that the client has disconnected.
+
+    Args:
+        body: the body of the request, in one piece.
+        receive: returns the messages that follow.
+    """
     received = False
 
     async def again() -> dict[str, Any]:
@@ -312,7 +365,12 @@ async def _refuse(send: Send, sentence: str, status: int = 400) -> None:
 
 
 def _error(sentence: str, status: int = 400) -> dict[str, Any]:
-    """Return a refusal in the form of vLLM's errors."""
+    """Return a refusal in the form of vLLM's errors.
+
+    Args:
+        sentence: what is wrong, for the client.
+        status: the HTTP status.
+    """
     return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": status}}
 
 

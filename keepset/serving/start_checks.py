@@ -49,6 +49,10 @@ def check_installed() -> None:
 def check_recipe(recipe: Recipe | None, folder: str) -> None:
     """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or belong to another model.
 
+    Args:
+        recipe: the recipe; None for no compression.
+        folder: the model's folder.
+
     Raises:
         UnsupportedEngineError: vLLM cannot serve the recipe.
         KeepsetError: a file that it names cannot be read, or belongs to another model.
@@ -112,7 +116,12 @@ def limit_cpu_pool(options: Sequence[str]) -> str | None:
 
 
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
-    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU, or None."""
+    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU, or None.
+
+    Args:
+        recipe: the recipe; None for no compression.
+        options: the words of the options of `vllm serve`.
+    """
     keep = None if recipe is None else recipe.budget.keep
     few = isinstance(keep, int) and keep < _SMALL
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():

@@ -21,7 +21,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process in its own session, so that it can be ended together with its child processes."""
+    """Start a process in its own session, so that it can be ended together with its child processes.
+
+    Args:
+        command: the words of the command.
+        **options: further arguments of `subprocess.Popen`.
+    """
     return subprocess.Popen(command, start_new_session=True, **options)
 
 
@@ -33,6 +38,10 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 def supervise(command: Sequence[str], seconds: float) -> int:
     """Run a command to its end; kill it and its child processes `seconds` after the first signal.
+
+    Args:
+        command: the words of the command.
+        seconds: how long the command has to end after a signal.
 
     Returns:
         The exit code; 128 plus the signal's number if a signal has ended the command.

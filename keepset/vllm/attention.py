@@ -59,11 +59,21 @@ class CompressedImpl:
         return False
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor]) -> Pages:
-        """Return a layer's cache as sub-pages, given the caches of all layers that share block tables."""
+        """Return a layer's cache as sub-pages, given the caches of all layers that share block tables.
+
+        Args:
+            layer: vLLM's attention layer.
+            caches: vLLM's cache tensor of every layer that shares the block tables, this layer's among them.
+        """
         raise NotImplementedError
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
-        """Return the layer's cache as sub-pages; those of all layers that share block tables are made at once."""
+        """Return the layer's cache as sub-pages; those of all layers that share block tables are made at once.
+
+        Args:
+            layer: vLLM's attention layer.
+            kv_cache: vLLM's cache tensor of the layer.
+        """
         if self._pages is None or self._pages[0] is not kv_cache:
             caches = [kv_cache if neighbour is layer else neighbour.kv_cache for neighbour in self._neighbours]
             for neighbour, cache in zip(self._neighbours, caches, strict=True):
@@ -107,7 +117,12 @@ class CompressedImpl:
         return rows.unflatten(-1, (-1, self.head_size))
 
     def _whole(self, layer: Any, query: Tensor) -> Tensor:
-        """Return queries in the model's dtype: some backends get them in 8 bits."""
+        """Return queries in the model's dtype: some backends get them in 8 bits.
+
+        Args:
+            layer: vLLM's attention layer, which has the scale of 8-bit queries.
+            query: the queries, `[tokens, query_heads, head_dim]`.
+        """
         if query.dtype.itemsize > 1:
             return query
         return query.to(self._context.dtype) * layer._q_scale.to(self._context.dtype)
@@ -195,14 +210,30 @@ class CompressedAttentionImpl(CompressedImpl):
             self.append_ragged(layer, step, key, value, kv_cache)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        """Write each head's new entries, `[tokens, kv_heads, head_dim]`, to the head's own slots."""
+        """Write each head's new entries, `[tokens, kv_heads, head_dim]`, to the head's own slots.
+
+        Args:
+            layer: vLLM's attention layer.
+            step: the step that is under way.
+            key: the new keys, after rotation.
+            value: the new values.
+            kv_cache: vLLM's cache tensor of the layer.
+        """
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         tokens, pages = ragged.tokens, self.pages(layer, kv_cache)
         append_to_pages(key, value, kv_cache, tokens, ragged.of_layer(self._place), pages.format)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Write the attention of rotated queries, `[tokens, query_heads, head_dim]`, over their own heads' entries."""
+        """Write the attention of rotated queries, `[tokens, query_heads, head_dim]`, over their own heads' entries.
+
+        Args:
+            layer: vLLM's attention layer.
+            step: the step that is under way.
+            query: the step's queries.
+            kv_cache: vLLM's cache tensor of the layer.
+            output: is overwritten with the attention, `[tokens, query_heads, head_dim]`.
+        """
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         tokens, layout, bias = ragged.tokens, ragged.of_layer(self._place), step.group.columns.bias

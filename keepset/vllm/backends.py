@@ -49,6 +49,13 @@ class CPUMixin(CompressedAttentionImpl):
         """Compute attention by the backend's own kernel, which is the fastest.
 
         The kernel supports neither biases of entries nor sinks that differ between KV heads.
+
+        Args:
+            layer: vLLM's attention layer.
+            step: the step that is under way.
+            query: the step's queries after rotation, `[tokens, query_heads, head_dim]`.
+            kv_cache: vLLM's cache tensor of the layer.
+            output: is overwritten with the attention, in the shape of the queries.
         """
         layer_index, pages, softmax = self._place, self.pages(layer, kv_cache), self.softmax
         if step.group.columns.bias is not None or softmax.sinks is not None:

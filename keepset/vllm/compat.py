@@ -132,6 +132,10 @@ def fill_scales(layer: Any, kv_cache: Tensor) -> None:
     """Make vLLM fill the scales of a layer's rows with ones now, if they have any.
 
     Otherwise vLLM does so when the layer first runs, which would overwrite pages written before, such as a context's.
+
+    Args:
+        layer: vLLM's attention layer.
+        kv_cache: vLLM's cache tensor of the layer.
     """
     if getattr(layer.impl, "_is_per_token_head_quant", False):
         layer.impl._ensure_scale_caches(kv_cache)
@@ -236,7 +240,12 @@ def hide_answer(request: Request) -> None:
 
 
 def all_layers(config: VllmConfig, layer_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the indices of the model's attention layers."""
+    """Return the indices of the model's attention layers.
+
+    Args:
+        config: vLLM's configuration.
+        layer_ids: indices of the attention layers of this process.
+    """
     if config.parallel_config.pipeline_parallel_size == 1:
         return layer_ids
     return tuple(range(config.model_config.get_total_num_hidden_layers()))

@@ -139,7 +139,12 @@ def images_of(request: Request) -> Ranges | None:
 
 
 def hash_again(request: Request, salt: str | None) -> None:
-    """Hash a request's blocks with another salt, from which it depends who may share them."""
+    """Hash a request's blocks with another salt, from which it depends who may share them.
+
+    Args:
+        request: vLLM's request, which is changed.
+        salt: the salt; None for blocks that any request without a salt may share.
+    """
     request.cache_salt, request.block_hashes = salt, []
     request.update_block_hashes()
 
@@ -245,7 +250,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             manager.expect(request.request_id, request.num_prompt_tokens + request.max_tokens - 1)
 
     def _deny(self, known_request: KnownRequest, why: str) -> None:
-        """Make a request end with an error, and tell the front end why, if it has asked."""
+        """Make a request end with an error, and tell the front end why, if it has asked.
+
+        Args:
+            known_request: the request, which is marked as denied.
+            why: the reason, one sentence.
+        """
         stats.refused(known_request.ticket, why)
         known_request.denied = True
         known_request.request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens
@@ -259,7 +269,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return from_signed(value) if self._signed else parse_options(value)
 
     def _grant(self, request: Request, options: RequestOptions) -> None:
-        """Prepare a request's options. Raises KeepsetError if they cannot be granted."""
+        """Prepare a request's options. Raises KeepsetError if they cannot be granted.
+
+        Args:
+            request: vLLM's request.
+            options: what its client asks for.
+        """
         if options.context is not None:
             raise KeepsetError(f"There is no context {options.context!r}: this engine has no folder of contexts.")
         if options.save is not None:
@@ -268,6 +283,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _compress(self, request: Request, options: RequestOptions) -> bool:
         """Compress a request by its own recipe if it needs one; return whether it does.
+
+        Args:
+            request: vLLM's request.
+            options: what its client asks for.
 
         Raises:
             KeepsetError: the recipe cannot be used for the request.
@@ -292,7 +311,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return options.is_own or located
 
     def _settle(self, request: Request, recipe: Recipe | None) -> None:
-        """Compress a request by its own recipe; None for no compression."""
+        """Compress a request by its own recipe; None for no compression.
+
+        Args:
+            request: vLLM's request.
+            recipe: the recipe; None for no compression.
+        """
         known_request = self._known[request.request_id]
         known_request.plan, known_request.has_own = RequestPlan(recipe), True
         for manager in self._managers:
@@ -343,7 +367,14 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return expected
 
     def _expect_events(self, request: Request, before: int, after: int, expected: StepMessage) -> None:
-        """Add the events that a step brings due for a request to the message to the workers."""
+        """Add the events that a step brings due for a request to the message to the workers.
+
+        Args:
+            request: vLLM's request.
+            before: its tokens before the step.
+            after: its tokens after the step.
+            expected: the message, which is changed.
+        """
         for group, manager in enumerate(self._managers):
             if manager.due(request, before, after):
                 page = manager.req_to_blocks[request.request_id][(after - 1) // manager.block_size].block_id

@@ -176,7 +176,12 @@ class ContextConnector(BlockCountConnector):
             self._saves[request.request_id] = owned, owned.unfinished(options.save)
 
     def _find(self, request: Request, owner: str) -> None:
-        """Make a request begin with the context that its prompt begins with, if there is one."""
+        """Make a request begin with the context that its prompt begins with, if there is one.
+
+        Args:
+            request: vLLM's request.
+            owner: the client whose contexts may be used.
+        """
         if not request.prompt_token_ids or _objection(request):
             return
         if not self._answered:
@@ -190,7 +195,12 @@ class ContextConnector(BlockCountConnector):
             logger.error("Request %s: %s", request.request_id, error)
 
     def _ask(self, request: Request, options: RequestOptions) -> None:
-        """Put the tokens of a context in front of a request's prompt, which is a question about it."""
+        """Put the tokens of a context in front of a request's prompt, which is a question about it.
+
+        Args:
+            request: vLLM's request, whose prompt is changed.
+            options: what its client asks for; names the context.
+        """
         assert options.context is not None
         context, prompt = self._library.named(options.context, options.owner), request.prompt_token_ids
         if objection := _objection(request):
@@ -211,7 +221,13 @@ class ContextConnector(BlockCountConnector):
         self._begin(request, context, found=False)
 
     def _begin(self, request: Request, context: SavedContext, found: bool) -> None:
-        """File the context's blocks under its digest, which replaces its tokens in the hashes."""
+        """File the context's blocks under its digest, which replaces its tokens in the hashes.
+
+        Args:
+            request: vLLM's request.
+            context: the context.
+            found: whether the prompt begins with the context's text; else the client has named the context.
+        """
         if len(self._placements) > _PLACEMENTS:
             self._placements.clear()
         if context.digest not in self._placements:

@@ -158,7 +158,12 @@ class ContextLoader:
         )
 
     def _put(self, job: LoadJob, entries: ContextColumns) -> None:
-        """Write a context's entries to the request's blocks: all of them, or those of its own blocks."""
+        """Write a context's entries to the request's blocks: all of them, or those of its own blocks.
+
+        Args:
+            job: the request and its context.
+            entries: columns of the entries on the host, packed layer after layer and head after head.
+        """
         self._events.run()  # due events may still read freed pages that this request now has
         device, dtype = self._cache.device, self._group.pages_of(0).dtype
         _, layers, slots = self._places(job, job.whole)
@@ -223,7 +228,12 @@ class ContextSaver:
         self._writing: list[tuple[str, Future[None]]] = []
 
     def start(self, jobs: Sequence[SaveJob], idle: bool) -> None:
-        """Copy the entries of ended requests, and start to write them; an `idle` step waits until all are written."""
+        """Copy the entries of ended requests, and start to write them; an `idle` step waits until all are written.
+
+        Args:
+            jobs: the ended requests.
+            idle: whether the step computes nothing.
+        """
         if jobs:
             self._events.run()
         for job in jobs:
@@ -297,7 +307,12 @@ def _unpacked(packed: Tensor) -> dict[int, context_files.Columns] | str:
 
 
 def _gathered(packed: Tensor, ranks: GroupCoordinator) -> list[Tensor]:
-    """Return every rank's bytes on the first rank, and an empty list on others."""
+    """Return every rank's bytes on the first rank, and an empty list on others.
+
+    Args:
+        packed: this rank's bytes.
+        ranks: the processes that take part.
+    """
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
     torch.distributed.all_gather(sizes, torch.tensor([len(packed)], dtype=torch.long), ranks.cpu_group)
     room = packed.new_zeros(max(map(int, sizes)))

@@ -408,7 +408,13 @@ class ContextLibrary:
         return self._listed[folder][1]
 
     def _at(self, path: Path, name: str, owner: str) -> SavedContext | None:
-        """Return the context in a file, if there is one. Raises KeepsetError if it cannot be served."""
+        """Return the context in a file, if there is one. Raises KeepsetError if it cannot be served.
+
+        Args:
+            path: the file.
+            name: the context's name.
+            owner: the client that it belongs to.
+        """
         try:
             stat = path.stat()
         except (OSError, ValueError):

@@ -88,7 +88,12 @@ class ConversationConnector(BlockCountConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def _turn(self, groups: Mapping[int, LayerGroup], metadata: TurnMessage) -> None:
-        """Choose what stays of turns that have ended, and make coming ones go on with what ended ones have left."""
+        """Choose what stays of turns that have ended, and make coming ones go on with what ended ones have left.
+
+        Args:
+            groups: the groups of layers, by their numbers in vLLM.
+            metadata: the step's message, with turns that have ended and turns that begin.
+        """
         here = list(groups.values())
         for left in metadata.left:
             choose_what_stays(here, left.of_groups(list(groups)))
@@ -182,7 +187,12 @@ class ConversationConnector(BlockCountConnector):
             manager.leave(name)
 
     def _say(self, request: Request, ids: list[int] | None) -> None:
-        """Give a waiting request another prompt: a conversation's own tokens, or again those that the client sent."""
+        """Give a waiting request another prompt: a conversation's own tokens, or again those that the client sent.
+
+        Args:
+            request: vLLM's request, which is changed.
+            ids: token ids of the prompt.
+        """
         assert ids is not None
         request.prompt_token_ids, request.num_prompt_tokens = ids, len(ids)
         request._all_token_ids[:] = ids

@@ -212,6 +212,11 @@ class Conversations:
         """Return the blocks of a conversation that goes on from fewer tokens; those too many go to `surplus`.
 
         What stays may fill its pages otherwise, and then needs one more block.
+
+        Args:
+            blocks: the conversation's blocks, by logical position.
+            width: the number of blocks that the tokens need.
+            surplus: gets the blocks that are not needed.
         """
         real = [block for block in blocks if not block.is_null]
         if len(real) < width:
@@ -287,7 +292,12 @@ class Conversations:
 
 
 def hashes_of(request: Request, tokens: Sequence[int]) -> list[BlockHash]:
-    """Return the hashes of other tokens, as if they were the request's."""
+    """Return the hashes of other tokens, as if they were the request's.
+
+    Args:
+        request: vLLM's request, which is left as it was.
+        tokens: token ids of the text.
+    """
     own, own_hashes = list(request._all_token_ids), request.block_hashes
     request._all_token_ids[:], request.block_hashes = tokens, []
     request.update_block_hashes()

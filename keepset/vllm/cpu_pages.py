@@ -69,7 +69,13 @@ class CPUPages:
     def _read(
         self, subpages: Int[Tensor, "*rows pages"], row: int, order: Int[Tensor, " numbers"] | None
     ) -> Shaped[Tensor, "*rows entries head_dim"]:
-        """Return one of each sub-page's two rows, unpacked by `order` and in the cache's dtype."""
+        """Return one of each sub-page's two rows, unpacked by `order` and in the cache's dtype.
+
+        Args:
+            subpages: numbers of the sub-pages, counted in this layer.
+            row: 0 for keys, 1 for values.
+            order: the permutation that unpacks a sub-page; None if numbers are not moved.
+        """
         *rows, pages = subpages.shape
         packed = self._rows.index_select(0, 2 * ((subpages.flatten() + self._before) % self._all) + row)
         if order is not None:
@@ -81,7 +87,13 @@ class CPUPages:
     def write(
         self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
-        """Write entry `i` to `slots[i]`."""
+        """Write entry `i` to `slots[i]`.
+
+        Args:
+            keys: the keys, in the cache's dtype.
+            values: the values, in the cache's dtype.
+            slots: the slot of each entry, counted in this layer.
+        """
         self.write_folded(keys, values, (slots + self._before * self.block_size) % (self._all * self.block_size))
 
     def write_folded(
@@ -90,6 +102,11 @@ class CPUPages:
         """Write entry `i` to `slots[i]`, counted from the first layer's slots on.
 
         The backend's own kernel writes them.
+
+        Args:
+            keys: the keys, in the cache's dtype.
+            values: the values, in the cache's dtype.
+            slots: the slot of each entry.
 
         Raises:
             KeepsetError: keys or values have another dtype than the cache.
@@ -123,6 +140,12 @@ def packing(
 
     The packing differs between instruction sets and dtypes, and is not documented. So the backend's own kernel writes
     numbers that encode their original places.
+
+    Args:
+        block_size: tokens per sub-page.
+        head_dim: numbers of a key, and of a value.
+        dtype: the dtype of the cache.
+        isa: the instruction set, as vLLM names it.
 
     Returns:
         Two permutations, each None if numbers are not moved.
@@ -166,7 +189,14 @@ def _pack(
 
 
 def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
-    """Write keys and values, `[n, head_dim]`, in the cache's format to slots of the layer."""
+    """Write keys and values, `[n, head_dim]`, in the cache's format to slots of the layer.
+
+    Args:
+        pages: the layer's cache.
+        keys: the keys, after rotation.
+        values: the values.
+        slots: the slot of each entry.
+    """
     rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
     pages.write(*rows, slots)
 
@@ -199,7 +229,12 @@ def attend_ragged(
     before = layer_index * pages.slots // size  # sub-pages of the layers before, from which on tables count
 
     def biases(heads: Int[Tensor, " some"], entries: int) -> Float[Tensor, "some entries"]:
-        """Return the biases of some heads' first entries; entries since the event have none."""
+        """Return the biases of some heads' first entries; entries since the event have none.
+
+        Args:
+            heads: rows of `tables`, one per token and KV head.
+            entries: how many entries of each head.
+        """
         assert bias is not None
         entry = torch.arange(entries)
         slots = tables[heads][:, entry // size].long() * size + entry % size

@@ -77,7 +77,13 @@ _STEPS = 24
 
 
 def row_format(kind: str, head_dim: int, dtype: torch.dtype) -> PageFormat:
-    """Return the format of a cache in which each key and each value has a scale."""
+    """Return the format of a cache in which each key and each value has a scale.
+
+    Args:
+        kind: the cache's kind, as vLLM's `cache_dtype` names it.
+        head_dim: numbers of a key, and of a value.
+        dtype: the model's precision, in which entries are read.
+    """
     numbers = torch.int8 if kind == INT8 else current_platform.fp8_dtype()
     return PageFormat(numbers, head_dim, dtype, mixing=own_mixing(kind, head_dim))
 

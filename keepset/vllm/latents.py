@@ -50,7 +50,13 @@ class LatentPages(StridedPages):
     def write(
         self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n latent"], slots: Int[Tensor, " n"]
     ) -> None:
-        """Write row `i` to `slots[i]`; values are parts of the rows."""
+        """Write row `i` to `slots[i]`; values are parts of the rows.
+
+        Args:
+            keys: the rows, with a latent and a rotated part.
+            values: the latents; not read.
+            slots: the slot of each row.
+        """
         first, second = keys.chunk(2, -1)
         super().write(first, second, slots)
 
@@ -156,14 +162,27 @@ class LatentImpl(CompressedImpl):
         return attended, lse
 
     def _attend_ragged(self, layer: Any, step: PlannedStep, queries: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Compute the attention of tokens if the layer has its own entries."""
+        """Compute the attention of tokens if the layer has its own entries.
+
+        Args:
+            layer: vLLM's attention layer.
+            step: the step that is under way.
+            queries: absorbed queries, `[tokens, query_heads, row]`.
+            kv_cache: vLLM's cache tensor of the layer.
+            output: is overwritten with the attention over latents, `[tokens, query_heads, latent]`.
+        """
         ragged, layer_index, pages = step.plan.ragged, self._place, self.pages(layer, kv_cache)
         assert ragged is not None and ragged.tokens is not None and isinstance(pages, LatentPages)
         tokens, layout, size = ragged.tokens, ragged.of_layer(layer_index), self.kv_lora_rank
         paged_attention(queries, pages.caches, layer_index, tokens, layout, self.softmax, output, value_dim=size)
 
     def _finish(self, metadata: Any, *first: Tensor) -> None:
-        """Record the queries of a step: `first`, those of its first tokens, and the kept ones of prompts."""
+        """Record the queries of a step: `first`, those of its first tokens, and the kept ones of prompts.
+
+        Args:
+            metadata: the result of `KeepBuilder.build`.
+            *first: absorbed queries, `[tokens, query_heads, row]`; none if the step has only prompts.
+        """
         queries = [*first, *([] if self._of_prompts is None else [self._of_prompts])]
         self._of_prompts = None
         step = self.planned(self._layer, metadata)

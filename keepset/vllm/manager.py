@@ -100,11 +100,21 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return self._own[request_id].schedule if request_id in self._own else self.schedule
 
     def settle(self, request_id: str, plan: RequestPlan) -> None:
-        """Compress a new request by a plan of its own."""
+        """Compress a new request by a plan of its own.
+
+        Args:
+            request_id: the request.
+            plan: how it is compressed.
+        """
         self._own[request_id] = PlannedRequest(plan, self.schedule.of_plan(plan))
 
     def expect(self, request_id: str, most: int) -> None:
-        """Note that a new request never has more than `most` tokens whose keys and values are computed."""
+        """Note that a new request never has more than `most` tokens whose keys and values are computed.
+
+        Args:
+            request_id: the request.
+            most: the number of tokens.
+        """
         self._most[request_id] = most
 
     def watch_drafts(self, request: Request) -> None:
@@ -153,7 +163,12 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return self.schedule_of(request.request_id).due(self._prompt_of(request), before, after)
 
     def next_event(self, request: Request, length: int) -> int | None:
-        """Return the first event of a request after `length` tokens; None if there is none."""
+        """Return the first event of a request after `length` tokens; None if there is none.
+
+        Args:
+            request: vLLM's request.
+            length: tokens of the request.
+        """
         return self.schedule_of(request.request_id).next_event(self._prompt_of(request), length)
 
     def _prompt_of(self, request: Request) -> int:
@@ -207,7 +222,6 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             running.next_release = math.inf if event is None else event
 
     def _start(self, request_id: str, running: RunningRequest) -> None:
-        """Note that a request runs from now on."""
         self._requests[request_id] = running
         if (admission := self._catch_up()) is not None:
             most = self._most.get(request_id)

@@ -179,7 +179,12 @@ def _nearest(method: Method, limits: EngineLimits, missing: list[str]) -> Method
 
 
 def _serves(traits: Traits, limits: EngineLimits) -> bool:
-    """Return whether a step of a recipe can be served, given its own traits."""
+    """Return whether a step of a recipe can be served, given its own traits.
+
+    Args:
+        traits: the traits of that step alone.
+        limits: what the engine can serve.
+    """
     if traits.needs.unrotated and not limits.one_rotation:
         return False
     return not [*unserved(traits, limits), *lacking(traits, limits)]

@@ -213,7 +213,13 @@ def engine_args(
 def serve_options(
     recipe: Recipe | str | None = None, *, contexts: Path | str | None = None, save_bytes: int = 0
 ) -> str:
-    """Return the arguments of `engine_args` as options of `vllm serve`, quoted for a shell."""
+    """Return the arguments of `engine_args` as options of `vllm serve`, quoted for a shell.
+
+    Args:
+        recipe: the recipe or its text; None for no compression.
+        contexts: the folder of contexts; None if none are served.
+        save_bytes: bytes that requests may save in the folder of contexts.
+    """
     return shlex.join(as_words(engine_args(recipe, contexts=contexts, save_bytes=save_bytes)))
 
 
@@ -234,7 +240,13 @@ def as_words(args: Mapping[str, Any]) -> list[str]:
 
 
 def _additional_config(recipe: Recipe | None, contexts: Path | str | None, save_bytes: int) -> dict[str, Any]:
-    """Return the settings under keepset's keys of `additional_config`."""
+    """Return the settings under keepset's keys of `additional_config`.
+
+    Args:
+        recipe: the recipe; None for no compression.
+        contexts: the folder of contexts; None if none are served.
+        save_bytes: bytes that requests may save in the folder of contexts.
+    """
     additional: dict[str, Any] = {}
     if recipe is not None:
         additional[KEY] = str(recipe.require_budget())

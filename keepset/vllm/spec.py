@@ -63,7 +63,12 @@ class KeepSpec(FullAttentionSpec):
 
     @staticmethod
     def wrap(spec: FullAttentionSpec, **values: Any) -> KeepSpec:
-        """Return vLLM's own spec with keepset's fields, given by name."""
+        """Return vLLM's own spec with keepset's fields, given by name.
+
+        Args:
+            spec: vLLM's spec of the layer.
+            **values: the fields that keepset adds.
+        """
         kind = KeepLatentSpec if isinstance(spec, MLAAttentionSpec) else KeepSpec
         return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)}, **values)
 
@@ -146,13 +151,25 @@ class Shape:
 
 
 def column_bytes(numbers: int, pool: int, entry_bytes: int) -> int:
-    """Return the bytes of columns with `numbers` numbers per entry; `pool` is the bytes of cache and columns."""
+    """Return the bytes of columns with `numbers` numbers per entry; `pool` is the bytes of cache and columns.
+
+    Args:
+        numbers: numbers per entry.
+        pool: bytes of cache and columns together.
+        entry_bytes: bytes of an entry's stored key and value in one head.
+    """
     extra_bytes = numbers * COLUMN_BYTES
     return pool * extra_bytes // (entry_bytes + extra_bytes)
 
 
 def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
-    """Return the most bytes that an event allocates, for one of the longest prompts or for several shorter ones."""
+    """Return the most bytes that an event allocates, for one of the longest prompts or for several shorter ones.
+
+    Args:
+        recipe: the recipe.
+        shape: the shape of the model's caches.
+        heads_differ: whether heads may keep different numbers of entries.
+    """
     entries = shape.longest * shape.kv_heads
     looked_at = shape.longest * shape.bytes_read
     moved, keep = 0, recipe.budget_of_sizes([(shape.head_dim, shape.head_dim)]).keep
@@ -165,7 +182,13 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
 
 
 def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
-    """Return the bytes of one request's private sums, needed when requests share a prefix with open windows."""
+    """Return the bytes of one request's private sums, needed when requests share a prefix with open windows.
+
+    Args:
+        recipe: the recipe.
+        group: query heads per KV head.
+        shape: the shape of the model's caches.
+    """
     sums = sum(math.prod(feature.sums_of.shape(group)) for feature in recipe.method.traits.needs.of(WindowAttention))
     return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
 
@@ -173,7 +196,15 @@ def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
 def reserve(
     config: VllmConfig, recipe: Recipe, group: int, columns: Mapping[str, tuple[int, ...]], shape: Shape
 ) -> Tensor | None:
-    """Return a tensor of the needed bytes, to be dropped once vLLM has measured; None if vLLM does not measure."""
+    """Return a tensor of the needed bytes, to be dropped once vLLM has measured; None if vLLM does not measure.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+        group: query heads per KV head.
+        columns: the shape of each column per entry, by name.
+        shape: the shape of the model's caches.
+    """
     cache = config.cache_config
     if not current_platform.is_cuda_alike() or cache.kv_cache_memory_bytes:
         return None

@@ -77,7 +77,15 @@ def _shared_metrics() -> dict[str, Any]:
 
 
 def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
-    """Note a request that ended or was preempted, with the figures of the first group of layers."""
+    """Note a request that ended or was preempted, with the figures of the first group of layers.
+
+    Args:
+        name: the engine's name of the request.
+        prompt: tokens of its prompt.
+        tokens: its tokens when it ended.
+        dropped: entries that the average KV head has lost.
+        blocks_freed: blocks given back to the engine's pool before the request ended.
+    """
     _append("requests", _REQUEST, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
 
 
@@ -90,7 +98,12 @@ def serving(recipe: str | None) -> None:
 
 
 def context_used(name: str, loaded: bool) -> None:
-    """Count a request that begins with a context; `loaded` says whether its pages came from the file."""
+    """Count a request that begins with a context; `loaded` says whether its pages came from the file.
+
+    Args:
+        name: the context's name.
+        loaded: whether its pages came from the file; else they were in the cache.
+    """
     rows = _array("contexts", _CONTEXT, _ROWS)
     row_indices = np.flatnonzero((rows["name"] == name.encode()) | (rows["name"] == b""))
     if len(row_indices):
@@ -108,7 +121,12 @@ def contexts() -> dict[str, dict[str, int]]:
 
 
 def refused(ticket: str, why: str) -> None:
-    """Note why a request is refused, for the front end that gave it this ticket."""
+    """Note why a request is refused, for the front end that gave it this ticket.
+
+    Args:
+        ticket: the ticket; "" if the front end has not asked.
+        why: the reason, one sentence, of which the first 1,000 bytes are noted.
+    """
     if ticket:
         _append("refusals", _REFUSAL, ticket.encode(), why.encode(errors="replace")[:_SENTENCE])
 
@@ -121,7 +139,13 @@ def refusal(ticket: str) -> str | None:
 
 
 def in_front(ticket: str, tokens: int, prompt: int) -> None:
-    """Note how many tokens a context has in front of the prompt of a request, and how many these are in all."""
+    """Note how many tokens a context has in front of the prompt of a request, and how many these are in all.
+
+    Args:
+        ticket: the request's ticket; "" if the front end has not asked.
+        tokens: tokens of the context.
+        prompt: tokens of the prompt, with those of the context.
+    """
     if ticket:
         _append("in_front", _IN_FRONT, ticket.encode(), tokens, prompt)
 
@@ -144,7 +168,13 @@ def name_folder() -> None:
 
 @cache
 def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
-    """Return this process's array of zeros: in a file, or in memory if no folder is named."""
+    """Return this process's array of zeros: in a file, or in memory if no folder is named.
+
+    Args:
+        name: what the rows are about, which begins the file's name.
+        dtype: the type of a row.
+        length: the number of rows.
+    """
     if FOLDER not in os.environ:
         return np.zeros(length, dtype)
     path = Path(os.environ[FOLDER]) / f"{name}-{os.getpid()}"
@@ -153,14 +183,19 @@ def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
 
 
 def _append(name: str, dtype: np.dtype, *values: Any) -> None:
-    """Write a numbered row in place of this process's oldest one."""
+    """Write a numbered row in place of this process's oldest one.
+
+    Args:
+        name: what the rows are about.
+        dtype: the type of a row.
+        *values: the row's fields behind its number.
+    """
     rows = _array(name, dtype, _ROWS)
     number = int(rows["number"].max())
     rows[number % _ROWS] = (number + 1, *values)
 
 
 def _rows(name: str, dtype: np.dtype) -> list[Any]:
-    """Return the rows of all processes' files."""
     files = sorted(Path(os.environ[FOLDER]).glob(f"{name}-*")) if FOLDER in os.environ else []
     return [row for file in files for row in np.fromfile(file, dtype=dtype)]
 

@@ -69,7 +69,12 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
 
 
 def refusal(recipe: Recipe, reasons: Sequence[str]) -> str:
-    """Return one message with all reasons why a recipe is not served."""
+    """Return one message with all reasons why a recipe is not served.
+
+    Args:
+        recipe: the recipe.
+        reasons: the reasons, one or more.
+    """
     first, *remaining = reasons
     return " ".join(
         [f"keepset cannot serve {recipe}: {first}", *(reason[0].upper() + reason[1:] for reason in remaining)]
@@ -120,7 +125,12 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Yield why another connector cannot run: it would store and load compressed pages as if they were whole."""
+    """Yield why another connector cannot run: it would store and load compressed pages as if they were whole.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+    """
     connector = connector_of(recipe, contexts_of(config))
     transfer = config.kv_transfer_config
     if transfer is not None and not has_connector(config, connector):
@@ -131,7 +141,12 @@ def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Yield why latents cannot be served: they are rows for all heads, and each process has a copy."""
+    """Yield why latents cannot be served: they are rows for all heads, and each process has a copy.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+    """
     traits, ranks = recipe.method.traits, config.parallel_config.tensor_parallel_size
     if contexts_of(config) is not None:
         yield "contexts hold keys and values, and the model caches latents; leave contexts out."
@@ -142,7 +157,12 @@ def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Yield why drafts cannot be served: they may be rejected, which only the next step says."""
+    """Yield why drafts cannot be served: they may be rejected, which only the next step says.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+    """
     drafts, every = config.speculative_config, recipe.schedule.every
     if drafts is None:
         return
@@ -160,7 +180,12 @@ def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Yield which arguments of `engine_args` the configuration lacks."""
+    """Yield which arguments of `engine_args` the configuration lacks.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+    """
     caches_prefixes = config.cache_config.enable_prefix_caching
     if contexts_of(config) is not None:
         if not has_connector(config, CONTEXT_CONNECTOR):
@@ -195,7 +220,12 @@ def _lacking_for_turns(config: VllmConfig) -> Iterator[str]:
 
 
 def how_to_start(config: VllmConfig, recipe: Recipe) -> str:
-    """Return a sentence that says what to write instead."""
+    """Return a sentence that says what to write instead.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+    """
     contexts = contexts_of(config)
     served_recipe = None if contexts is not None and not is_compressed(config) else recipe
     options = ", ".join(
@@ -211,7 +241,12 @@ def how_to_start(config: VllmConfig, recipe: Recipe) -> str:
 
 
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Yield why CUDA graphs cannot be used: they do not replay the Python code that places ragged heads' entries."""
+    """Yield why CUDA graphs cannot be used: they do not replay the Python code that places ragged heads' entries.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+    """
     compilation = config.compilation_config
     if not compilation.cudagraph_mode or not by_head(config, recipe):
         return
@@ -228,7 +263,12 @@ def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Yield why parallelism cannot be used: each process compresses only its own heads of its own layers."""
+    """Yield why parallelism cannot be used: each process compresses only its own heads of its own layers.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+    """
     heads, stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
     if heads > 1 and recipe.method.traits.counts_from_files and recipe.method.traits.needs.of(ModelStatistics):
         yield "it compares all heads, and with tensor parallelism a process holds only some; use one GPU."
@@ -328,7 +368,13 @@ def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], othe
 
 
 def _of_others(config: VllmConfig, recipe: Recipe, other_specs: Sequence[KVCacheSpec]) -> Iterator[str]:
-    """Yield what is not served beside layers that are left alone."""
+    """Yield what is not served beside layers that are left alone.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+        other_specs: the cache specs of the layers that are left alone.
+    """
     if not other_specs:
         return
     if contexts_of(config) is not None:
