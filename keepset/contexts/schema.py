@@ -142,7 +142,7 @@ def check_counts(
 
     Args:
         counts: entries of each head.
-        most: the most entries that a head may have, per request.
+        most: the most entries that a head may have, per request or per request and head.
         keys: type and shape of the keys, packed head after head.
     """
     _require(bool(((counts >= 0) & (counts <= most)).all()) and int(counts.sum()) == keys.shape[0])
@@ -175,7 +175,7 @@ def check_layer(layer: Mapping[str, Tensor], lengths: Int[Tensor, " requests"], 
     Args:
         layer: the layer's tensors, by name.
         lengths: tokens of each request.
-        logical: tokens of the longest request, with padding.
+        logical: tokens of every request, with padding.
     """
     if "counts" in layer:
         check_positions(layer["columns.positions"], layer["counts"], lengths)

@@ -175,7 +175,7 @@ def _loaded(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     Args:
         model: the model.
         name: the tensor's name in the model.
-        tensor: the tensor, which may be on no device.
+        tensor: the tensor, on the meta device if its numbers are elsewhere.
 
     Raises:
         UnsupportedModelError: it is not loaded.

@@ -192,8 +192,8 @@ class Admission:
 
         Args:
             course: the request's course.
-            first: the first step, counted as the sums count steps.
-            last: the last step.
+            first: the number of the first step.
+            last: the number of the last step.
             sign: 1 to add, -1 to subtract.
         """
         blocks = self._blocks(course.schedule, course.most, course.prompt, course.base + first - 1, last - first + 2)

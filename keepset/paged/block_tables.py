@@ -190,7 +190,7 @@ class EqualHeadTables(BlockTables):
         Args:
             batch: the step.
             requests: those of its requests that are asked for, one row of the result each.
-            entries: the most entries per head that a row shows.
+            entries: the entries per head for which a row has sub-pages.
         """
         size, kv_heads = self.schedule.block_size, self.schedule.kv_heads
         row, first = batch.tensor([(request.row, (request.after - entries) // size) for request in requests]).unbind(1)

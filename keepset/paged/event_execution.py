@@ -262,7 +262,7 @@ def _survivors(
 
     Args:
         kept: what the method has chosen.
-        entries: entries of every head before the event.
+        entries: entries of every head, with the newer ones.
         newer: how many entries of every head are newer than the event; all of these stay.
         width: entries per head in the padded tensors that the index counts in.
     """

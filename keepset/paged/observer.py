@@ -266,7 +266,7 @@ class Observer:
             size: the number of queries per request.
 
         Returns:
-            The queries, and the position of each; -1 where a query is older than all that are recorded.
+            The queries, and the position of each; below 0 where no query is recorded.
         """
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
         queries = self._ring.newest(layer_indices, event.slots, positions)

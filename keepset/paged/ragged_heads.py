@@ -354,7 +354,7 @@ class RaggedHeadTables(BlockTables):
 
         Args:
             batch: the step.
-            compressed: for every request of the step, whether its entries are laid out by the layout.
+            compressed: for every request of the step, whether it was compressed.
 
         Returns:
             The tokens, None if there are none; and whether the engine's kernel has tokens to attend to.

@@ -89,7 +89,7 @@ class _RequestHandler:
             scope: the connection, as ASGI describes it.
             receive: returns the client's next message.
             send: sends a message to the client.
-            honoured: whether the route passes the options on to the engine.
+            honoured: whether the route takes keepset options.
         """
         body = await _body(receive)
         if body is None:
@@ -229,7 +229,7 @@ def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
 
     Args:
         request: the body of a request, from which the object is removed.
-        honoured: whether the route passes the options on to the engine.
+        honoured: whether the route takes keepset options.
     """
     xargs, sampling = request.get("vllm_xargs"), request.get("sampling_params")
     if honoured and xargs is not None and not isinstance(xargs, dict):

@@ -51,7 +51,7 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
 
     Args:
         recipe: the recipe; None for no compression.
-        folder: the model's folder.
+        folder: the model's folder; if it is a name on the Hub instead, weights are not compared.
 
     Raises:
         UnsupportedEngineError: vLLM cannot serve the recipe.

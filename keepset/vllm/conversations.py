@@ -296,7 +296,7 @@ def hashes_of(request: Request, tokens: Sequence[int]) -> list[BlockHash]:
 
     Args:
         request: vLLM's request, which is left as it was.
-        tokens: token ids of the text.
+        tokens: token ids that are hashed.
     """
     own, own_hashes = list(request._all_token_ids), request.block_hashes
     request._all_token_ids[:], request.block_hashes = tokens, []

@@ -216,9 +216,9 @@ def serve_options(
     """Return the arguments of `engine_args` as options of `vllm serve`, quoted for a shell.
 
     Args:
-        recipe: the recipe or its text; None for no compression.
-        contexts: the folder of contexts; None if none are served.
-        save_bytes: bytes that requests may save in the folder of contexts.
+        recipe: the recipe or its text; None means the same as for `engine_args`.
+        contexts: the folder of saved contexts; None for no folder.
+        save_bytes: bytes that the requests of every owner may save in that folder.
     """
     return shlex.join(as_words(engine_args(recipe, contexts=contexts, save_bytes=save_bytes)))
 
@@ -244,8 +244,8 @@ def _additional_config(recipe: Recipe | None, contexts: Path | str | None, save_
 
     Args:
         recipe: the recipe; None for no compression.
-        contexts: the folder of contexts; None if none are served.
-        save_bytes: bytes that requests may save in the folder of contexts.
+        contexts: the folder of saved contexts; None for no folder.
+        save_bytes: bytes that the requests of every owner may save in that folder.
     """
     additional: dict[str, Any] = {}
     if recipe is not None:

@@ -168,7 +168,7 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
     Args:
         recipe: the recipe.
         shape: the shape of the model's caches.
-        heads_differ: whether heads may keep different numbers of entries.
+        heads_differ: whether heads may keep different numbers of entries, as `by_head` says.
     """
     entries = shape.longest * shape.kv_heads
     looked_at = shape.longest * shape.bytes_read
