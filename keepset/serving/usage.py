@@ -65,7 +65,13 @@ def _parts(answer: Any) -> list[dict[str, Any]]:
 
 
 def _count(usage: dict[str, Any], before: int, prompt: int) -> None:
-    """Add the tokens before prompts to a usage in the terms of one of vLLM's routes."""
+    """Add the tokens before prompts to a usage in the terms of one of vLLM's routes.
+
+    Args:
+        usage: the usage, which is changed.
+        before: tokens before all prompts of the request.
+        prompt: tokens of its newest prompt, with those before.
+    """
     if "total_tokens" in usage:
         for name in ("prompt_tokens", "input_tokens", "total_tokens"):
             if isinstance(usage.get(name), int):
