@@ -122,9 +122,7 @@ class ConversationConnector(BlockCountConnector):
         """The conversations that may go on."""
         assert self._kv_cache_manager is not None
         pool, first = self._kv_cache_manager.block_pool, self._managers[0]
-        conversations = Conversations(pool, first.block_size, pool.hash_block_size)
-        first.before_step = conversations.release_ended
-        return conversations
+        return Conversations(pool, first.block_size, pool.hash_block_size)
 
     def reset_cache(self) -> bool:
         """Forget conversations, because weights may have changed."""
@@ -266,6 +264,9 @@ class ConversationConnector(BlockCountConnector):
             left_out = self._turns[name].left_out if name in self._turns else ()
             conversation = self._conversations.leave(request, tokens, blocks, left_out)
             self._left.append((conversation, conversation.ended))
+            for manager, of_group in zip(self._managers, conversation.blocks, strict=True):
+                stays = [block for block in of_group if not block.is_null]
+                manager.leave_to_pool(name, stays, self._conversations.when_lost(conversation))
         self._turns.pop(name, None)
         self._talking.pop(name, None)
         return super().request_finished_all_groups(request, block_ids)

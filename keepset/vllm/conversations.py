@@ -8,7 +8,7 @@ else vLLM distinguishes prompts by, such as an adapter or a salt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.block_pool import BlockPool
@@ -107,7 +107,6 @@ class Conversations:
     block_size: int
     hashed: int
     _by_hash: dict[BlockHash, Conversation] = field(default_factory=dict)
-    _leaving: list[Conversation] = field(default_factory=list)
 
     def leave(
         self, request: Request, tokens: int, blocks: Sequence[Sequence[KVCacheBlock]], left_out: Sequence[Span]
@@ -130,22 +129,17 @@ class Conversations:
             [list(of_group[: -(-tokens // self.block_size)]) for of_group in blocks],
             list((hashes_of(request, said) if hidden else request.block_hashes)[: len(said) // self.hashed]),
         )
-        self.pool.touch(ended.real_blocks)
-        self._leaving.append(ended)
         self._file(ended)
         return ended
 
-    def release_ended(self) -> None:
-        """Give the pages of ended turns to the pool, once vLLM has freed them; called before a step is scheduled."""
-        staying = []
-        for ended in self._leaving:
-            if ended.is_busy:
-                continue
-            if all(block.ref_cnt == 1 for block in ended.real_blocks):
-                self._unpin(ended)
-            else:
-                staying.append(ended)
-        self._leaving = staying
+    def when_lost(self, conversation: Conversation) -> Callable[[KVCacheBlock], None]:
+        """Return what vLLM calls when it gives a page of an idle conversation away.
+
+        Args:
+            conversation: the conversation, with the blocks that it has now.
+        """
+        blocks = conversation.blocks  # of a later turn they are others
+        return lambda _: self._lose(conversation) if conversation.blocks is blocks else None
 
     def find(self, request: Request, named: bool) -> tuple[Conversation, Edit] | None:
         """Return the conversation that a request goes on with, and what it has of it; None if there is none.
@@ -193,10 +187,7 @@ class Conversations:
         if len(idle) + more > self.pool.get_num_free_blocks():
             return None
         found.is_busy = True
-        if found in self._leaving:
-            self._leaving.remove(found)
-        else:
-            self.pool.touch(found.real_blocks)
+        self.pool.touch(found.real_blocks)
         ended = found.ended
         surplus: list[KVCacheBlock] = []
         if not whole:
@@ -259,8 +250,9 @@ class Conversations:
 
     def give_back(self, coming: ComingTurn) -> None:
         """Leave a conversation as it is to later requests, because the turn has not begun."""
-        coming.conversation.is_busy = False
-        self._unpin(coming.conversation)
+        conversation = coming.conversation
+        conversation.is_busy = False
+        self.pool.unpin_blocks(conversation.real_blocks, self.when_lost(conversation))
 
     def forget(self, conversation: Conversation) -> None:
         """Forget a conversation, because a turn has begun that goes on with it, or because it is lost."""
@@ -276,13 +268,6 @@ class Conversations:
 
     def _file(self, conversation: Conversation) -> None:
         self._by_hash.update(dict.fromkeys(conversation.hashes, conversation))
-
-    def _unpin(self, conversation: Conversation) -> None:
-        """Give a conversation's pages to the pool, which says when it gives one of them away."""
-        blocks = conversation.blocks  # of a later turn they are others
-        self.pool.unpin_blocks(
-            conversation.real_blocks, lambda _: self._lose(conversation) if conversation.blocks is blocks else None
-        )
 
     def _lose(self, conversation: Conversation) -> None:
         if not (conversation.is_lost or conversation.is_busy):

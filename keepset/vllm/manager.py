@@ -93,7 +93,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._most: dict[str, int] = {}
         self._reserved: dict[str, KVCacheBlock] = {}
         self._adopted: dict[str, Sequence[KVCacheBlock]] = {}
-        self.before_step: Callable[[], None] | None = None
+        self._left: dict[str, tuple[list[KVCacheBlock], Callable[[KVCacheBlock], None]]] = {}
 
     def schedule_of(self, request_id: str) -> EvictionSchedule:
         """Return the schedule of a request's events."""
@@ -124,8 +124,6 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def new_step_starts(self) -> None:
         """Remove drafts that would trigger an event, because they may be rejected."""
         super().new_step_starts()
-        if self.before_step is not None:
-            self.before_step()
         self._catch_up()
         for name, request in self._drafting.items():
             if request.spec_token_ids:
@@ -144,6 +142,18 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         """
         self.settle(request_id, plan)
         self._adopted[request_id] = blocks
+
+    def leave_to_pool(
+        self, request_id: str, blocks: list[KVCacheBlock], on_reuse: Callable[[KVCacheBlock], None]
+    ) -> None:
+        """Make blocks of a request that ends stay as they are until vLLM needs them for something else.
+
+        Args:
+            request_id: the request, which vLLM frees next.
+            blocks: those of its blocks that hold a conversation.
+            on_reuse: called when one of them is given away.
+        """
+        self._left[request_id] = blocks, on_reuse
 
     def _catch_up(self) -> Admission | None:
         """Tell the forecast which requests went on; return it, if there is one."""
@@ -279,7 +289,13 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         if running is not None and self._reports:
             dropped = running.schedule.dropped(running.prompt, running.length)
             stats.ended(request_id, running.prompt, running.length, dropped, running.freed)
-        return super().pop_blocks_for_free(request_id)
+        blocks = super().pop_blocks_for_free(request_id)
+        if (left := self._left.pop(request_id, None)) is None:
+            return blocks
+        stays, on_reuse = left
+        self.block_pool.unpin_blocks(reversed(stays), on_reuse)
+        block_ids = {block.block_id for block in stays}
+        return [block for block in blocks if block.block_id not in block_ids]
 
     def forget(self, request_id: str) -> None:
         """Forget an ended request."""

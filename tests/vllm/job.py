@@ -245,8 +245,6 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         step += 1
     if watch is not None:
         run_events()
-        for manager in watch.managers:  # what ended turns have left is given to the pool before the next step
-            (getattr(manager, "before_step", None) or bool)()
     assert not scenario["triton"] or "keepset.kernels.triton.paged" in sys.modules
     result = watch.result(len(requests)) if watch is not None else {}
     if captured is not None:

@@ -170,6 +170,15 @@ def test_pages_of_8_bits(model: Path) -> None:
         assert together.tokens == alone.tokens
 
 
+def test_a_reset_forgets_conversations(model: Path, oracle: Oracle) -> None:
+    """Between two turns nothing of them is in use, so vLLM can reset what it has cached."""
+    first, second = replay(oracle, WHOLE, SAID[:2], ANSWERS)
+    asks = [Ask(first.prompt, ANSWERS), Ask(second.prompt, ANSWERS, add=ANSWERS + 8)]
+    engine = result(answers_of({"": replace(scenario(WHOLE, model, asks), resets=[(ANSWERS + 4, 1.0)])}), "")
+    assert engine.tokens == [first.answer, second.answer] and engine.cached == [0, 0]
+    engine.check_nothing_left()
+
+
 def plain_chats(oracle: Oracle, number: int, turns: int, seed: int) -> list[list[ChatTurn]]:
     """Conversations of random lengths, of which two begin alike, without compression."""
     draw = random.Random(seed)
