@@ -195,7 +195,9 @@ class Conversations:
             found.blocks = [self._moved(blocks, width, surplus) for blocks in found.blocks]
         blocks = [[block.block_id for block in of_group] for of_group in found.blocks]
         left_out = [(positions[first], positions[end - 1] + 1) for first, end in edit.left_out]
-        message = NextTurn(request.request_id, ended, blocks, tokens, left_out, found.compact and whole, plan)
+        # A client may send another answer than it got, or the same in other tokens; that turn is over, too.
+        is_over = whole or (edit.end >= found.prompt and request.num_tokens - edit.matched > 1)
+        message = NextTurn(request.request_id, ended, blocks, tokens, left_out, found.compact and is_over, plan)
         hashes = list(request.block_hashes[: edit.matched // self.hashed])
         return ComingTurn(found, message, ids, hashes, surplus)
 

@@ -31,6 +31,7 @@ def replay(
     answers: int,
     again: Sequence[int] = (),
     left_out: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    reworded: Mapping[int, int] | None = None,
 ) -> list[ChatTurn]:
     """Follow a conversation.
 
@@ -41,6 +42,7 @@ def replay(
         answers: tokens of each answer.
         again: turns that are asked for once more, before the next one.
         left_out: spans of positions that the client leaves out from a turn on.
+        reworded: turns before which the client replaces the newest answer, all but so many of its first tokens.
     """
     recipe, turns = Recipe.parse(text), []
     oracle._layers, oracle._memory = [], {}
@@ -55,18 +57,32 @@ def replay(
             for layer in oracle._layers:
                 there = [position for position in range(length) if not first <= position < end]
                 layer.heads = [head.only(there) for head in layer.heads]
+        if number in (reworded or {}):
+            length = prompt + (reworded or {})[number]
+            take_back(oracle, length)
+            del ids[length:]
         ids += added
         prompt = len(ids)
         turns.append(ask(oracle, ids, gone, length, answers))
         if number in again:
-            for layer in oracle._layers:  # all but the prompt's last token is still there
-                layer.heads = [head.only(range(prompt - 1)) for head in layer.heads]
-                layer.queries, layer.unrotated = (part[:, : prompt - 1] for part in (layer.queries, layer.unrotated))
-                layer.hidden = layer.hidden[: prompt - 1]
+            take_back(oracle, prompt - 1)  # all but the prompt's last token is still there
             turns.append(ask(oracle, ids, gone, prompt - 1, answers))
         ids += turns[-1].answer
         length = len(ids) - 1  # the last token is not fed
     return turns
+
+
+def take_back(oracle: Oracle, length: int) -> None:
+    """Forget all tokens but the first `length`."""
+    for layer in oracle._layers:
+        layer.heads = [head.only(range(length)) for head in layer.heads]
+        layer.queries, layer.unrotated = (part[:, :length] for part in (layer.queries, layer.unrotated))
+        layer.hidden = layer.hidden[:length]
+    for columns in oracle._memory.values():
+        for heads in columns.values():
+            for numbers in heads:
+                for position in [position for position in numbers if position >= length]:
+                    del numbers[position]
 
 
 def ask(oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: int) -> ChatTurn:

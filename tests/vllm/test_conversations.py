@@ -81,16 +81,18 @@ CHATS: dict[str, dict[str, Any]] = {
     "again": {"again": AGAIN},
     "left out": {"left_out": LEFT_OUT},
     "nested": {"left_out": NESTED},
+    "reworded": {"reworded": {1: 0, 2: 9, 4: 3}},
 }
 CASES = [
     *((recipe, "goes on", "") for recipe in (POOLED, WHOLE, NETWORKS)),
-    *((POOLED, chat, "") for chat in ("again", "left out")),
+    *((POOLED, chat, "") for chat in ("again", "left out", "reworded")),
 ]
 MORE = [
     *((recipe, "goes on", "") for recipe in (EQUAL, RAGGED, "pyramid(snapkv(window=8), keep=80, turns=True)")),
     *((recipe, "goes on", way) for recipe in (EQUAL, POOLED) for way in ("ahead", "own process")),
     *((recipe, chat, "") for recipe in (EQUAL, RAGGED, NETWORKS, WHOLE) for chat in ("again", "left out")),
     (POOLED, "nested", ""),
+    *((recipe, "reworded", "") for recipe in (RAGGED, NETWORKS, WHOLE)),
 ]
 """A recipe, what a client does, and where the scheduler runs."""
 
