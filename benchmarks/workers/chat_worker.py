@@ -1,13 +1,12 @@
 """One vLLM engine of the embedded model, and clients that send their whole conversation with every turn."""
 
 import argparse
-import contextlib
-import json
 import os
 import random
-import sys
 import time
 from typing import Any
+
+from protocol import exchange, take_output
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
@@ -26,11 +25,9 @@ def main() -> None:
     parser.add_argument("--threads")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = args.threads
-    engine = _engine(args.recipe, args.tokens)
-    _say({"versions": {}})
-    for line in sys.stdin:
-        asked = json.loads(line)
-        _say(_chats(engine, args.recipe, **{name: asked[name] for name in ("chats", "turns", "kind", "seed")}))
+    answers, engine = take_output(), _engine(args.recipe, args.tokens)
+    names = ("chats", "turns", "kind", "seed")
+    exchange(answers, {}, lambda asked: _chats(engine, args.recipe, **{name: asked[name] for name in names}))
 
 
 def _engine(recipe: str, tokens: int) -> Any:
@@ -123,11 +120,5 @@ def _held(engine: Any, recipe: str, said: list[list[int]]) -> float:
     return sum(len(one.real_blocks) for one in there) * BLOCK / groups / max(len(there), 1)
 
 
-def _say(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), file=_ANSWERS, flush=True)
-
-
 if __name__ == "__main__":
-    _ANSWERS = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):
-        main()
+    main()

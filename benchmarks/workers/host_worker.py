@@ -1,16 +1,17 @@
 """One vLLM engine of a model of almost no arithmetic: the processor time of its steps, and what they call."""
 
 import argparse
-import contextlib
-import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from protocol import exchange, take_output
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -29,16 +30,17 @@ def main() -> None:
     parser.add_argument("--threads")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = args.threads
+    answers = take_output()
     with tempfile.TemporaryDirectory() as folder:
-        engine, calls = _engine(args, Path(folder)), _Forward()
+        engine, calls, numbers = _engine(args, Path(folder)), _Forward(), count()
         calls.watch(engine)
-        _say({"versions": {}})
-        for number, line in enumerate(sys.stdin):
-            _say(
-                _counted(engine, args.requests)
-                if json.loads(line)["what"] == "count"
-                else _timed(engine, args.requests, calls, number)
-            )
+
+        def answer(asked: dict[str, Any]) -> dict[str, float]:
+            if asked["what"] == "count":
+                return _counted(engine, args.requests)
+            return _timed(engine, args.requests, calls, next(numbers))
+
+        exchange(answers, {}, answer)
 
 
 def _engine(args: argparse.Namespace, folder: Path) -> Any:
@@ -141,11 +143,5 @@ def _counted(engine: Any, requests: int) -> dict[str, float]:
     return {"calls": median(counts[:10])}
 
 
-def _say(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), file=_ANSWERS, flush=True)
-
-
 if __name__ == "__main__":
-    _ANSWERS = os.fdopen(os.dup(1), "w")
-    with contextlib.redirect_stdout(sys.stderr):
-        main()
+    main()

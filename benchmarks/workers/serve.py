@@ -1,13 +1,13 @@
-"""A worker's protocol: one request a line on standard input, one answer a line on standard output."""
+"""A worker that measures one side of a comparison: it loads a model, and answers what is asked of it."""
 
 import argparse
 import json
-import os
-import sys
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from measure import Answer, Setting, Side
+from protocol import exchange, take_output
 
 
 def serve(side: type[Side], packages: tuple[str, ...]) -> None:
@@ -18,16 +18,9 @@ def serve(side: type[Side], packages: tuple[str, ...]) -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
 
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    answers = take_output()
     worker = side(args.model, json.loads(args.ids.read_text()), args.threads)
-    print(json.dumps({"versions": {name: version(name) for name in packages}}), file=answers)
-    for line in sys.stdin:
-        try:
-            answer = _answer(worker, json.loads(line))
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers)
+    exchange(answers, {name: version(name) for name in packages}, partial(_answer, worker))
 
 
 def _answer(worker: Side, request: Answer) -> Answer:

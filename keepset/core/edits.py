@@ -74,9 +74,10 @@ def _next(said: Sequence[int], prompt: Sequence[int], first: int, place: int) ->
     known = prompt[place : len(prompt) - 1]
     text, run = array("q", said[first + 1 :]), array("q", known[:_RUN])
     if len(run) == _RUN:
-        found = text.tobytes().find(run.tobytes())
+        text_bytes, run_bytes = text.tobytes(), run.tobytes()
+        found = text_bytes.find(run_bytes)
         while found >= 0 and found % text.itemsize:
-            found = text.tobytes().find(run.tobytes(), found + 1)
+            found = text_bytes.find(run_bytes, found + 1)
         if found >= 0:
             return first + 1 + found // text.itemsize
     for length in range(min(len(known), len(text), _RUN - 1), _LAST - 1, -1):

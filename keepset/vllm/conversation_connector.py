@@ -203,10 +203,8 @@ class ConversationConnector(BlockCountConnector):
         if coming is None:
             return
         self._conversations.forget(coming.conversation)
-        hidden, left_out = (
-            sum(end - first for first, end in spans)
-            for spans in (coming.conversation.left_out, coming.message.left_out)
-        )
+        hidden = coming.conversation.hidden
+        left_out = sum(end - first for first, end in coming.message.left_out)
         stats.count(turns=1, tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
         if hidden and request.prefill_stats:  # the client has not sent these
             request.prefill_stats.set(request.num_prompt_tokens - hidden, 0, num_external_tokens - hidden)

@@ -61,11 +61,20 @@ class Conversation:
         return [block for blocks in self.blocks for block in reversed(blocks) if not block.is_null]
 
     @property
+    def block_ids(self) -> list[list[int]]:
+        """The ids of its blocks, for each group of compressed layers."""
+        return [[block.block_id for block in of_group] for of_group in self.blocks]
+
+    @property
+    def hidden(self) -> int:
+        """How many of its tokens the client has left out."""
+        return sum(end - first for first, end in self.left_out)
+
+    @property
     def ended(self) -> EndedTurn:
         """What the layers must know of it."""
-        blocks = [[block.block_id for block in of_group] for of_group in self.blocks]
-        left_out = sum(end - first for first, end in self.left_out)
-        return EndedTurn(blocks, len(self.ids), self.prompt + left_out, len(self.ids) - left_out)
+        hidden = self.hidden
+        return EndedTurn(self.block_ids, len(self.ids), self.prompt + hidden, len(self.ids) - hidden)
 
 
 @dataclass
@@ -193,11 +202,12 @@ class Conversations:
         if not whole:
             width = -(-tokens // self.block_size)
             found.blocks = [self._moved(blocks, width, surplus) for blocks in found.blocks]
-        blocks = [[block.block_id for block in of_group] for of_group in found.blocks]
         left_out = [(positions[first], positions[end - 1] + 1) for first, end in edit.left_out]
         # A client may send another answer than it got, or the same in other tokens; that turn is over, too.
         is_over = whole or (edit.end >= found.prompt and request.num_tokens - edit.matched > 1)
-        message = NextTurn(request.request_id, ended, blocks, tokens, left_out, found.compact and is_over, plan)
+        message = NextTurn(
+            request.request_id, ended, found.block_ids, tokens, left_out, found.compact and is_over, plan
+        )
         hashes = list(request.block_hashes[: edit.matched // self.hashed])
         return ComingTurn(found, message, ids, hashes, surplus)
 
@@ -227,8 +237,8 @@ class Conversations:
         """
         conversation, tokens = coming.conversation, coming.message.tokens
         self.pool.free_blocks(coming.surplus)
+        self.forget(conversation)
         if not emptied:
-            self.forget(conversation)
             self.pool.free_blocks(conversation.real_blocks)
             conversation.is_lost = True
             return
@@ -240,7 +250,6 @@ class Conversations:
         conversation.blocks = [
             null * number + blocks[number:] for blocks, number in zip(conversation.blocks, emptied, strict=True)
         ]
-        self.forget(conversation)
         before = [span for span in conversation.left_out if span[0] < tokens]
         conversation.left_out = list(joined([*before, *coming.message.left_out]))
         del conversation.ids[tokens:]
