@@ -29,6 +29,49 @@ class Edit(NamedTuple):
     matched: int
 
 
+class Continuation(NamedTuple):
+    """How a prompt goes on with a conversation, by the positions that its tokens have there.
+
+    Attributes:
+        tokens: how many of the conversation's tokens it goes on from; those behind are dropped.
+        left_out: spans of positions before that are not in the prompt, beside those that earlier ones lacked.
+        matched: how many of the prompt's tokens the others are.
+        said: how many of the conversation's tokens, without what earlier prompts lacked, it goes on from.
+        is_whole: whether no token behind is dropped.
+        is_over: whether the newest turn is over; else it is asked for again. A client may send another answer than it
+            got, or the same in other tokens: that turn is over, too.
+    """
+
+    tokens: int
+    left_out: tuple[Span, ...]
+    matched: int
+    said: int
+    is_whole: bool
+    is_over: bool
+
+
+def continuation_of(
+    ids: Sequence[int], left_out: Sequence[Span], newest: int, prompt: Sequence[int], known: int
+) -> Continuation:
+    """Return how a prompt goes on with a conversation.
+
+    Args:
+        ids: the token at each position of the conversation.
+        left_out: spans of positions that earlier prompts have left out.
+        newest: how many of the other tokens are the newest turn's prompt.
+        prompt: the prompt, of which at least one token is new.
+        known: how many of the other tokens the prompt is known to begin with.
+    """
+    positions = positions_without(left_out, len(ids))
+    said = [ids[position] for position in positions] if left_out else ids
+    edit = edit_of(said, prompt, known)
+    is_whole = edit.end == len(said)
+    tokens = len(ids) if is_whole else positions[edit.end - 1] + 1 if edit.end else 0
+    spans = tuple((positions[first], positions[end - 1] + 1) for first, end in edit.left_out)
+    is_over = is_whole or (edit.end >= newest and len(prompt) - edit.matched > 1)
+    return Continuation(tokens, spans, edit.matched, edit.end, is_whole, is_over)
+
+
 def edit_of(said: Sequence[int], prompt: Sequence[int], known: int) -> Edit:
     """Return what a prompt has of a conversation, if tokens were only left out of it before the prompt goes on.
 
