@@ -287,14 +287,51 @@ class RaggedHeadTables(BlockTables):
         Raises:
             RuntimeError: the request is not known any more.
         """
+        layout = self._table.at(left[(tokens - 1) // self.schedule.block_size], tokens)
+        return self._pages_from(layout, left, tokens, blocks, length)
+
+    def _pages_from(
+        self, layout: PageLayout, left: Sequence[int], tokens: int, blocks: Sequence[int], length: int
+    ) -> RaggedEventPages:
+        """Return the pages of some entries, for an event after which a request goes on with them.
+
+        Args:
+            layout: where the entries lie.
+            left: their blocks, by logical position.
+            tokens: how many tokens they are of.
+            blocks: the blocks of the request.
+            length: the tokens that it goes on from.
+        """
         size = self.schedule.block_size
-        layout = self._table.at(left[(tokens - 1) // size], tokens)
         ended, next_table, lengths, next_lengths, page = (
             torch.tensor(numbers, dtype=torch.long, device=layout.counts.device)
             for numbers in ([left], [blocks], [tokens], [length], [blocks[(length - 1) // size]])
         )
         entries = EntriesInPages(layout, ended, lengths, layout.counts, tokens)
         return RaggedEventPages(entries, self._group, size, self._table.filed, page, None, (next_table, next_lengths))
+
+    def copied_pages(
+        self, source: Sequence[int], newest: tuple[int, int] | None, blocks: Sequence[int], length: int
+    ) -> RaggedEventPages:
+        """Return the pages of a request's first tokens, for an event after which another one goes on with a copy.
+
+        Args:
+            source: the blocks of the tokens, by logical position.
+            newest: the page of the request's newest token, and its tokens; None if nothing was dropped yet.
+            blocks: the blocks of the request that goes on.
+            length: the tokens that it goes on from.
+
+        Raises:
+            RuntimeError: the request is not known any more, or has dropped some since.
+        """
+        filed = self._table.filed
+        page, tokens = newest or (0, 0)
+        layout = PageLayout(*(part[page][None].long() for part in filed.layout))
+        if newest is None:
+            layout = PageLayout(*(torch.zeros_like(part) for part in layout))
+        elif filed.tokens[page] != tokens or bool((layout.length > length).any()):
+            raise RuntimeError("a turn that goes on with the same conversation has dropped some of it.")
+        return self._pages_from(layout, source, length, blocks, length)
 
     def go_on(self, page: int, tokens: int) -> int:
         """Note that a request goes on from so many tokens; return how many of its leading blocks no layer uses.

@@ -77,6 +77,20 @@ class RequestTable:
         for page in ended:
             self._forget(page)
 
+    def newest(self, name: str) -> tuple[int, int]:
+        """Return the page that holds the newest token of a request with a plan, and its tokens, as of the newest step.
+
+        Args:
+            name: the engine's name of the request.
+
+        Raises:
+            RuntimeError: the request is not known any more.
+        """
+        for state in reversed(self._states.values()):
+            if state.name == name:
+                return state.page, state.most
+        raise RuntimeError(f"keepset does not know request {name} any more.")
+
     def with_plans(self, batch: StepBatch) -> StepBatch:
         """Return the batch of a new step with the plans of its requests."""
         self._moved = {}

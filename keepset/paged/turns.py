@@ -21,6 +21,9 @@ from keepset.paged.eviction import EvictionEvent, RequestPlan
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.ragged_heads import RaggedEventPages, RaggedHeadTables
 
+PLAIN = ""
+"""In place of a running turn's name: nothing was dropped of the tokens, so that no layout is needed to find them."""
+
 
 @dataclass(frozen=True)
 class EndedTurn:
@@ -31,12 +34,15 @@ class EndedTurn:
         tokens: tokens whose entries they hold, from the conversation's first on.
         prompt: tokens of the turn's prompt, which begins with the conversation's first token.
         said: how many of the tokens the client has not left out since: a share is one of these.
+        running: the engine's name of the turn if it has not ended, so that its entries are copied; `PLAIN` if they are
+            copied and are all there.
     """
 
     blocks: Sequence[Sequence[int]]
     tokens: int
     prompt: int
     said: int
+    running: str | None = None
 
     def of_groups(self, numbers: Sequence[int]) -> EndedTurn:
         """Return the same turn in some groups of layers."""
@@ -64,6 +70,12 @@ class NextTurn:
     left_out: Sequence[tuple[int, int]]
     compact: bool
     plan: RequestPlan
+
+    @property
+    def packs(self) -> bool:
+        """Whether entries are moved."""
+        is_copy = self.ended.running is not None
+        return is_copy or self.compact or bool(self.left_out) or self.tokens < self.ended.tokens
 
     def of_groups(self, numbers: Sequence[int]) -> NextTurn:
         """Return the same turn in some groups of layers."""
@@ -131,8 +143,8 @@ def begin_turn(groups: Sequence[LayerGroup], turn: NextTurn) -> list[int]:
     for group, left, blocks in zip(groups, turn.ended.blocks, turn.blocks, strict=True):
         tables = group.planner.tables
         assert isinstance(tables, RaggedHeadTables)
-        if turn.compact or turn.left_out or turn.tokens < turn.ended.tokens:
-            pages = _pages(group, left, turn.ended.tokens, blocks, turn.tokens)
+        if turn.packs:
+            pages = _pages(group, left, turn.ended.tokens, blocks, turn.tokens, turn.ended.running)
             event, start = _event(group, turn.ended, pages), time.perf_counter()
             for entries in read_event(group, event):
                 kept = entries.observation.kept(_going_on(group, entries, turn), _state(group, entries, turn))
@@ -152,9 +164,13 @@ def _pages(
     tokens: int,
     blocks: Sequence[int] | None = None,
     length: int | None = None,
+    running: str | None = None,
 ) -> RaggedEventPages:
     tables = group.planner.tables
     assert isinstance(tables, RaggedHeadTables)
+    if running is not None and blocks is not None and length is not None:
+        where = group.planner.requests.newest(running) if running else None
+        return tables.copied_pages(left, where, blocks, length)
     return tables.ended_pages(left, tokens, left if blocks is None else blocks, tokens if length is None else length)
 
 

@@ -21,11 +21,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from keepset.core.edits import Span
 from keepset.errors import KeepsetError
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_stays
+from keepset.recording import RecordedFeatures
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage, hash_again
 from keepset.vllm.contexts import EVERYBODY
@@ -53,11 +53,11 @@ class Turn(NamedTuple):
     """A request that goes on with a conversation.
 
     Attributes:
-        left_out: spans of positions of the conversation that the client has left out of its prompt.
+        begun: what it has begun with.
         prompt: the prompt that the client has sent.
     """
 
-    left_out: Sequence[Span]
+    begun: Conversation
     prompt: list[int] | None
 
 
@@ -69,8 +69,8 @@ class ConversationConnector(BlockCountConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._begun: dict[str, list[int]] = {}  # in a process that computes, until it tells the scheduler
-        # Requests that may be turns, and whether they name their conversation; of these, the ones that go on with one.
-        self._talking: dict[str, bool] = {}
+        # Requests that may be turns, and the names of their conversations; of these, the ones that go on with one.
+        self._talking: dict[str, str | None] = {}
         self._turns: dict[str, Turn] = {}
         self._coming: dict[str, ComingTurn] = {}
         self._left: list[tuple[Conversation, EndedTurn]] = []
@@ -121,8 +121,16 @@ class ConversationConnector(BlockCountConnector):
     def _conversations(self) -> Conversations:
         """The conversations that may go on."""
         assert self._kv_cache_manager is not None
-        pool, first = self._kv_cache_manager.block_pool, self._managers[0]
-        return Conversations(pool, first.block_size, pool.hash_block_size)
+        recipe = self._recipe
+        assert recipe is not None
+        looks_at = RecordedFeatures.of(recipe.method.traits.needs, None, turns=True)
+        return Conversations(
+            self._kv_cache_manager.block_pool,
+            self._managers[0].block_size,
+            self._vllm_config.model_config.max_model_len,
+            max(looks_at.newest, looks_at.summed()),
+            copies_running=recipe.schedule.every is None,
+        )
 
     def reset_cache(self) -> bool:
         """Forget conversations, because weights may have changed."""
@@ -139,9 +147,9 @@ class ConversationConnector(BlockCountConnector):
                 "recipe: leave conversation, or these, out."
             )
         if talks:
-            self._talking[request.request_id] = name is not None
-            if name is not None or options.owner != EVERYBODY:
-                salt = json.dumps([options.owner, name, request.cache_salt])
+            self._talking[request.request_id] = name
+            if options.owner != EVERYBODY:
+                salt = json.dumps([options.owner, request.cache_salt])
                 hash_again(request, f"keepset {self._salt} {salt}")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -152,7 +160,8 @@ class ConversationConnector(BlockCountConnector):
             coming.is_waiting = coming.is_ready
             return (coming.message.tokens if coming.is_ready else None), False
         if (turn := self._turns.get(name)) is not None:  # it was preempted, and its conversation is gone
-            if turn.left_out:  # its prompt was put together from the conversation
+            self._conversations.forget(turn.begun)
+            if turn.begun.left_out:  # its prompt was put together from the conversation
                 why = "The conversation's pages were needed by others: send the request again."
                 self._deny(self._known[name], why)
                 return request.num_tokens, True
@@ -160,13 +169,18 @@ class ConversationConnector(BlockCountConnector):
         return (None if self._take(request) else 0), False
 
     def _take(self, request: Request) -> bool:
-        """Make a waiting request go on with its conversation, if there are one and room; return whether it does."""
-        name, conversations = request.request_id, self._conversations
-        found = None if request.skip_reading_prefix_cache else conversations.find(request, self._talking[name])
-        if found is None:
+        """Make a waiting request go on with its conversation, if there are one and room; return whether it will."""
+        if request.skip_reading_prefix_cache:
             return False
-        plan = RequestPlan(self._recipe, after_context=True)
-        coming = conversations.take(found[0], request, found[1], plan, self._vllm_config.model_config.max_model_len)
+        name, conversations = request.request_id, self._conversations
+        called, plan = self._talking[name], RequestPlan(self._recipe, after_context=True)
+        found = conversations.find(request, called)
+        if found is None:
+            coming = conversations.begin_alike(request, called, plan)
+        elif found[0].is_arriving:
+            return True  # in a step or two it is clear what another request has begun with
+        else:
+            coming = conversations.take(found[0], request, found[1], plan)
         if coming is None:
             return False
         if not coming.message.compact:  # what would stay need not be chosen
@@ -178,7 +192,7 @@ class ConversationConnector(BlockCountConnector):
     def _leave(self, name: str) -> None:
         """Compute a request like any other."""
         turn, known_request = self._turns.pop(name), self._known[name]
-        if turn.left_out:
+        if turn.begun.left_out:
             self._say(known_request.request, turn.prompt)
         known_request.plan, known_request.has_own = RequestPlan(self._recipe), False
         for manager in self._managers:
@@ -202,10 +216,9 @@ class ConversationConnector(BlockCountConnector):
         coming = self._coming.pop(request.request_id, None) if num_external_tokens else None
         if coming is None:
             return
-        self._conversations.forget(coming.conversation)
         hidden = coming.conversation.hidden
         left_out = sum(end - first for first, end in coming.message.left_out)
-        stats.count(turns=1, tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
+        stats.count(turns=int(not coming.begins), tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
         if hidden and request.prefill_stats:  # the client has not sent these
             request.prefill_stats.set(request.num_prompt_tokens - hidden, 0, num_external_tokens - hidden)
 
@@ -233,11 +246,13 @@ class ConversationConnector(BlockCountConnector):
             self._conversations.arrive(coming, emptied)
             if not coming.is_ready:
                 del self._coming[name]
+                if coming.is_copy and name in self._known:
+                    self._known[name].request.skip_reading_prefix_cache = True  # it is not tried again
             elif coming.is_given_up:
                 self._conversations.give_back(self._coming.pop(name))
             else:
                 known_request = self._known[name]
-                self._turns[name] = Turn(coming.conversation.left_out, known_request.request.prompt_token_ids)
+                self._turns[name] = Turn(coming.conversation, known_request.request.prompt_token_ids)
                 known_request.plan, known_request.has_own = coming.message.plan, True
                 if coming.conversation.left_out:
                     self._say(known_request.request, coming.ids)
@@ -259,12 +274,14 @@ class ConversationConnector(BlockCountConnector):
             and self._managers[0].block_size <= tokens <= request.num_tokens
         ):
             blocks = [manager.req_to_blocks[name] for manager in self._managers]
-            left_out = self._turns[name].left_out if name in self._turns else ()
-            conversation = self._conversations.leave(request, tokens, blocks, left_out)
+            begun = self._turns[name].begun if name in self._turns else None
+            conversation = self._conversations.leave(request, self._talking[name], tokens, blocks, begun)
             self._left.append((conversation, conversation.ended))
             for manager, of_group in zip(self._managers, conversation.blocks, strict=True):
                 stays = [block for block in of_group if not block.is_null]
-                manager.leave_to_pool(name, stays, self._conversations.when_lost(conversation))
+                manager.leave_to_pool(name, stays, self._conversations.reused)
+        elif name in self._turns:
+            self._conversations.forget(self._turns[name].begun)
         self._turns.pop(name, None)
         self._talking.pop(name, None)
         return super().request_finished_all_groups(request, block_ids)

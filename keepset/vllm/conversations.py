@@ -4,22 +4,25 @@ The pages of a conversation between two turns are free to the rest of vLLM: they
 left, the least recently used first, and the conversation is then computed anew. So conversations never make a running
 request wait. The hashes of a request's blocks say which conversation its prompt begins with; they depend on whatever
 else vLLM distinguishes prompts by, such as an adapter or a salt.
+
+A turn goes on in the conversation's own pages. If another turn goes on in them already, it gets a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from keepset.core.budget import joined
-from keepset.core.edits import Edit, Span, edit_of, positions_without
+from keepset.core.edits import Continuation, Span, continuation_of, positions_without
 from keepset.paged.eviction import RequestPlan
-from keepset.paged.turns import EndedTurn, NextTurn
+from keepset.paged.turns import PLAIN, EndedTurn, NextTurn
 from keepset.vllm import stats
+from keepset.vllm.beginnings import Beginnings
 
 _CHANGED = 32
 """By how many of its last tokens the prompt of a turn may differ when the turn is asked for again: templates end it
@@ -28,7 +31,7 @@ otherwise than they continue it."""
 
 @dataclass(eq=False)
 class Conversation:
-    """What the newest turn of a conversation has left.
+    """What the newest turn of a conversation has left, or what a turn has begun with that runs.
 
     Attributes:
         ids: the token at each position.
@@ -36,8 +39,11 @@ class Conversation:
         prompt: how many tokens of what was said were the newest turn's prompt.
         blocks: its blocks by logical position, for each group of compressed layers.
         hashes: the hashes of what was said, for each of its full blocks.
+        name: the name that its client gives it; None without one.
+        is_plain: whether nothing was packed: every block holds all its tokens, in their order.
         compact: whether it was chosen which entries stay when the next turn begins.
-        is_busy: whether a request goes on with it, or will.
+        turn: the request that goes on in its pages; None if there is none.
+        is_arriving: whether the layers are making its pages that request's.
         is_lost: whether some of its blocks were given away.
     """
 
@@ -46,8 +52,11 @@ class Conversation:
     prompt: int
     blocks: list[list[KVCacheBlock]]
     hashes: list[BlockHash]
+    name: str | None
+    is_plain: bool
     compact: bool = True
-    is_busy: bool = False
+    turn: Request | None = None
+    is_arriving: bool = False
     is_lost: bool = False
 
     @property
@@ -82,11 +91,13 @@ class ComingTurn:
     """A turn that will go on with a conversation.
 
     Attributes:
-        conversation: the conversation.
+        conversation: the conversation, in the pages that the turn will have.
         message: what the layers are told.
         ids: the tokens of its prompt by position: those of the conversation, and the new ones.
         hashes: the hashes of what it has of the conversation.
         surplus: blocks that the turn does not need, once the layers have read them.
+        copied: blocks of others that the layers copy.
+        begins: whether it is the first turn of a conversation that begins like another.
         is_ready: whether the layers have made the conversation's pages the turn's.
         is_given_up: whether its request has ended meanwhile.
         is_waiting: whether it could have begun in the step that is scheduled.
@@ -96,10 +107,17 @@ class ComingTurn:
     message: NextTurn
     ids: list[int]
     hashes: list[BlockHash]
-    surplus: list[KVCacheBlock]
+    surplus: list[KVCacheBlock] = field(default_factory=list)
+    copied: list[KVCacheBlock] = field(default_factory=list)
+    begins: bool = False
     is_ready: bool = False
     is_given_up: bool = False
     is_waiting: bool = False
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it has pages of its own, and the conversation that it goes on with stays as it is."""
+        return bool(self.copied)
 
 
 @dataclass
@@ -109,107 +127,242 @@ class Conversations:
     Args:
         pool: vLLM's pool of blocks.
         block_size: tokens per block.
-        hashed: tokens per hash.
+        longest: the most tokens of a request.
+        window: how many of its newest queries a recipe looks at when a turn ends.
+        copies_running: whether nothing is dropped while a turn runs, so that others may go on with what it began with.
     """
 
     pool: BlockPool
     block_size: int
-    hashed: int
-    _by_hash: dict[BlockHash, Conversation] = field(default_factory=dict)
+    longest: int
+    window: int
+    copies_running: bool
+    _by_hash: dict[tuple[str | None, BlockHash], Conversation] = field(default_factory=dict)
+    _idle: dict[int, Conversation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._beginnings = Beginnings(self.pool)
+        self._hashed = self.pool.hash_block_size
 
     def leave(
-        self, request: Request, tokens: int, blocks: Sequence[Sequence[KVCacheBlock]], left_out: Sequence[Span]
+        self,
+        request: Request,
+        name: str | None,
+        tokens: int,
+        blocks: Sequence[Sequence[KVCacheBlock]],
+        begun: Conversation | None,
     ) -> Conversation:
         """File what the turn of a request leaves that ends now.
 
         Args:
             request: the request; vLLM frees its blocks next.
+            name: the name that its client gives the conversation; None without one.
             tokens: how many of its tokens have entries.
             blocks: its blocks by logical position, for each group of compressed layers.
-            left_out: spans of positions that the client has left out.
+            begun: what it has begun with; None if with nothing.
         """
+        left_out = [] if begun is None else list(begun.left_out)
         ids = list(request.all_token_ids[:tokens])
         said = [ids[position] for position in positions_without(left_out, tokens)]
         hidden = tokens - len(said)
         ended = Conversation(
             ids,
-            list(left_out),
+            left_out,
             min(request.num_prompt_tokens, tokens) - hidden,
             [list(of_group[: -(-tokens // self.block_size)]) for of_group in blocks],
-            list((hashes_of(request, said) if hidden else request.block_hashes)[: len(said) // self.hashed]),
+            list((hashes_of(request, said) if hidden else request.block_hashes)[: len(said) // self._hashed]),
+            name,
+            is_plain=self.copies_running and (begun is None or begun.is_plain),
         )
+        if begun is not None:
+            self.forget(begun)
         self._file(ended)
+        self._idle.update(dict.fromkeys((block.block_id for block in ended.real_blocks), ended))
+        if ended.is_plain:
+            self._beginnings.file(self._block_hashes(ended.hashes), zip(*ended.blocks, strict=True))
         return ended
 
-    def when_lost(self, conversation: Conversation) -> Callable[[KVCacheBlock], None]:
-        """Return what vLLM calls when it gives a page of an idle conversation away.
+    def reused(self, block: KVCacheBlock) -> None:
+        """Note that vLLM gives a block away that held a conversation or a beginning.
 
         Args:
-            conversation: the conversation, with the blocks that it has now.
+            block: the block.
         """
-        blocks = conversation.blocks  # of a later turn they are others
-        return lambda _: self._lose(conversation) if conversation.blocks is blocks else None
+        self._beginnings.forget([block])
+        if (conversation := self._idle.get(block.block_id)) is not None:
+            self._lose(conversation)
 
-    def find(self, request: Request, named: bool) -> tuple[Conversation, Edit] | None:
-        """Return the conversation that a request goes on with, and what it has of it; None if there is none.
+    def find(self, request: Request, name: str | None) -> tuple[Conversation, Continuation] | None:
+        """Return the conversation that a request goes on with, and how; None if there is none.
 
         It is the one with which the prompt has the longest beginning in common. A request that only begins like an
         earlier turn, such as one with the same system prompt, is another conversation, unless it names this one.
 
         Args:
             request: the request.
-            named: whether it names its conversation, which its hashes then include.
+            name: the name that it gives its conversation; None without one.
         """
         for number in range(len(request.block_hashes), 0, -1):
-            found = self._by_hash.get(request.block_hashes[number - 1])
+            found = self._by_hash.get((name, request.block_hashes[number - 1]))
             if found is not None:
                 break
         else:
             return None
-        if found.is_busy or found.is_lost:
+        if found.is_lost or (found.turn is not None and not found.is_arriving and not self._can_be_copied(found.turn)):
             return None
-        said = [found.ids[position] for position in found.positions] if found.left_out else found.ids
-        edit = edit_of(said, request.all_token_ids, min(number * self.hashed, request.num_tokens - 1))
-        least = self.block_size if named else max(found.prompt - _CHANGED, self.block_size)
-        return (found, edit) if edit.end >= least else None
+        known = min(number * self._hashed, request.num_tokens - 1)
+        how = continuation_of(found.ids, found.left_out, found.prompt, request.all_token_ids, known)
+        least = self.block_size if name is not None else max(found.prompt - _CHANGED, self.block_size)
+        return (found, how) if how.said >= least else None
 
-    def take(
-        self, found: Conversation, request: Request, edit: Edit, plan: RequestPlan, longest: int
-    ) -> ComingTurn | None:
+    def _can_be_copied(self, turn: Request) -> bool:
+        """Return whether what a turn has begun with is still in its pages.
+
+        Args:
+            turn: the turn's request.
+        """
+        return self.copies_running and turn.status in (RequestStatus.RUNNING, RequestStatus.WAITING)
+
+    def take(self, found: Conversation, request: Request, how: Continuation, plan: RequestPlan) -> ComingTurn | None:
         """Make a request go on with a conversation; return None if there is no room.
 
         Args:
             found: the conversation.
             request: the request.
-            edit: what its prompt has of the conversation.
+            how: how its prompt goes on with it.
             plan: how the request is compressed.
-            longest: the most tokens of a request.
         """
-        positions = found.positions
-        whole = edit.end == len(positions)
-        tokens = len(found.ids) if whole else positions[edit.end - 1] + 1
-        ids = [*found.ids[:tokens], *request.all_token_ids[edit.matched :]]
-        if len(ids) + request.max_tokens > max(longest, request.num_tokens + request.max_tokens):
+        ids = [*found.ids[: how.tokens], *request.all_token_ids[how.matched :]]
+        if len(ids) + request.max_tokens > max(self.longest, request.num_tokens + request.max_tokens):
             return None  # its positions are used up: it is computed anew, once
+        hashes = list(request.block_hashes[: how.matched // self._hashed])
+        if found.turn is not None:
+            return self._copy_running(found, found.turn, request, how, plan, ids, hashes)
         idle = [block for block in found.real_blocks if block.ref_cnt == 0]
-        more = 0 if whole else len(found.blocks)
+        more = 0 if how.is_whole else len(found.blocks)
         if len(idle) + more > self.pool.get_num_free_blocks():
             return None
-        found.is_busy = True
+        self._begin(found, request)
         self.pool.touch(found.real_blocks)
         ended = found.ended
-        surplus: list[KVCacheBlock] = []
-        if not whole:
-            width = -(-tokens // self.block_size)
-            found.blocks = [self._moved(blocks, width, surplus) for blocks in found.blocks]
-        left_out = [(positions[first], positions[end - 1] + 1) for first, end in edit.left_out]
-        # A client may send another answer than it got, or the same in other tokens; that turn is over, too.
-        is_over = whole or (edit.end >= found.prompt and request.num_tokens - edit.matched > 1)
         message = NextTurn(
-            request.request_id, ended, found.block_ids, tokens, left_out, found.compact and is_over, plan
+            request.request_id,
+            ended,
+            found.block_ids,
+            how.tokens,
+            how.left_out,
+            found.compact and how.is_over,
+            plan,
         )
-        hashes = list(request.block_hashes[: edit.matched // self.hashed])
+        if message.packs:
+            self._beginnings.forget(found.real_blocks)
+        surplus: list[KVCacheBlock] = []
+        if not how.is_whole:
+            width = -(-how.tokens // self.block_size)
+            found.blocks = [self._moved(blocks, width, surplus) for blocks in found.blocks]
+            message = replace(message, blocks=found.block_ids)
         return ComingTurn(found, message, ids, hashes, surplus)
+
+    def _copy_running(
+        self,
+        found: Conversation,
+        turn: Request,
+        request: Request,
+        how: Continuation,
+        plan: RequestPlan,
+        ids: list[int],
+        hashes: list[BlockHash],
+    ) -> ComingTurn | None:
+        """Make a request go on with a copy of what a running turn has begun with; return None if there is no room.
+
+        Args:
+            found: what the turn has begun with.
+            turn: the turn's request.
+            request: the request that goes on, too.
+            how: how its prompt goes on.
+            plan: how it is compressed.
+            ids: the tokens of its prompt by position.
+            hashes: the hashes of what it has of the conversation.
+        """
+        source = EndedTurn(found.block_ids, how.tokens, 0, 0, turn.request_id)
+        copy = replace(found, ids=list(found.ids), left_out=list(found.left_out), blocks=[], compact=False, turn=None)
+        return self._copied(copy, found.blocks, source, request, how, plan, ids, hashes)
+
+    def begin_alike(self, request: Request, name: str | None, plan: RequestPlan) -> ComingTurn | None:
+        """Make a request begin with a copy of a beginning in the pool; return None if there is none, or no room.
+
+        Args:
+            request: the request, which goes on with no conversation.
+            name: the name that it gives its conversation; None without one.
+            plan: how it is compressed.
+        """
+        hashes = self._block_hashes(request.block_hashes)
+        self._beginnings.see(request.request_id, hashes)
+        # The queries that the turn's end looks at are its own, whatever others have said.
+        most = (request.num_tokens - max(self.window, 1)) // self.block_size
+        blocks = self._beginnings.longest(hashes[: max(most, 0)])
+        if not blocks:
+            return None
+        tokens, ids = len(blocks) * self.block_size, list(request.all_token_ids)
+        by_group = [list(of_group) for of_group in zip(*blocks, strict=True)]
+        source = EndedTurn([[block.block_id for block in of_group] for of_group in by_group], tokens, 0, 0, PLAIN)
+        known = list(request.block_hashes[: tokens // self._hashed])
+        begun = Conversation(ids[:tokens], [], tokens, [], known, name, is_plain=False, compact=False)
+        how = Continuation(tokens, (), tokens, tokens, is_whole=True, is_over=True)
+        coming = self._copied(begun, by_group, source, request, how, plan, ids, known)
+        if coming is not None:
+            coming.begins = True
+        return coming
+
+    def _copied(
+        self,
+        copy: Conversation,
+        blocks: Sequence[Sequence[KVCacheBlock]],
+        source: EndedTurn,
+        request: Request,
+        how: Continuation,
+        plan: RequestPlan,
+        ids: list[int],
+        hashes: list[BlockHash],
+    ) -> ComingTurn | None:
+        """Make a request go on with a copy of some entries; return None if there is no room for all its tokens.
+
+        Args:
+            copy: the conversation that it goes on with, which gets blocks of its own.
+            blocks: those that are copied, for each group of compressed layers.
+            source: what the layers must know of them.
+            request: the request.
+            how: how its prompt goes on with them.
+            plan: how it is compressed.
+            ids: the tokens of its prompt by position.
+            hashes: the hashes of those that are copied.
+        """
+        width = -(-how.tokens // self.block_size)
+        real = [block for of_group in blocks for block in of_group[:width] if not block.is_null]
+        idle = [block for block in real if block.ref_cnt == 0]
+        needed = len(blocks) * (-(-(len(ids) + 1) // self.block_size))
+        if len(idle) + needed > self.pool.get_num_free_blocks():
+            return None
+        self.pool.touch(real)
+        copy.blocks = []
+        for of_group in blocks:
+            emptied = sum(block.is_null for block in of_group[:width])
+            first = max(emptied - 1, 0)  # the entries may fill their pages otherwise, and then need one block more
+            copy.blocks.append([*[self.pool.null_block] * first, *self.pool.get_new_blocks(width - first)])
+        self._begin(copy, request)
+        message = NextTurn(request.request_id, source, copy.block_ids, how.tokens, how.left_out, False, plan)
+        return ComingTurn(copy, message, ids, hashes, copied=real)
+
+    def _begin(self, conversation: Conversation, request: Request) -> None:
+        """Note that a request goes on with an idle conversation.
+
+        Args:
+            conversation: the conversation.
+            request: the request.
+        """
+        conversation.turn, conversation.is_arriving = request, True
+        for block in conversation.real_blocks:
+            self._idle.pop(block.block_id, None)
 
     def _moved(self, blocks: list[KVCacheBlock], width: int, surplus: list[KVCacheBlock]) -> list[KVCacheBlock]:
         """Return the blocks of a conversation that goes on from fewer tokens; those too many go to `surplus`.
@@ -237,52 +390,90 @@ class Conversations:
         """
         conversation, tokens = coming.conversation, coming.message.tokens
         self.pool.free_blocks(coming.surplus)
+        self.pool.unpin_blocks(coming.copied, self.reused)
         self.forget(conversation)
         if not emptied:
             self.pool.free_blocks(conversation.real_blocks)
             conversation.is_lost = True
             return
-        freed = [block for blocks, n in zip(conversation.blocks, emptied, strict=True) for block in blocks[:n]]
-        freed = [block for block in freed if not block.is_null]
-        self.pool.free_blocks(freed)
-        stats.count(blocks_freed=len(freed))
-        null = [self.pool.null_block]
-        conversation.blocks = [
-            null * number + blocks[number:] for blocks, number in zip(conversation.blocks, emptied, strict=True)
-        ]
+        self._free_leading(conversation, emptied)
         before = [span for span in conversation.left_out if span[0] < tokens]
         conversation.left_out = list(joined([*before, *coming.message.left_out]))
         del conversation.ids[tokens:]
         conversation.hashes = coming.hashes
         conversation.prompt = min(conversation.prompt, len(conversation.positions))
-        conversation.compact = False
-        self._file(conversation)
+        conversation.is_plain &= not coming.message.packs  # entries that were packed lie head after head
+        conversation.compact = conversation.is_arriving = False
+        if not coming.begins:
+            self._file(conversation)
         coming.is_ready = True
 
+    def _free_leading(self, conversation: Conversation, emptied: Sequence[int]) -> None:
+        """Free leading blocks of a conversation. Those of a beginning that several have in common stay to be copied.
+
+        Args:
+            conversation: the conversation, with the hashes of the turn before.
+            emptied: how many blocks are free, for each group.
+        """
+        freed = [
+            [block for block in blocks[:number] if not block.is_null]
+            for blocks, number in zip(conversation.blocks, emptied, strict=True)
+        ]
+        if conversation.is_plain:
+            hashes = self._block_hashes(conversation.hashes)[: min(emptied)]
+            count = sum(self._beginnings.is_shared(block_hash) for block_hash in hashes)  # of a beginning, all
+            self._beginnings.file(hashes[:count], zip(*conversation.blocks, strict=True))
+        blocks = [block for of_group in freed for block in reversed(of_group)]
+        self.pool.unpin_blocks([block for block in blocks if self._beginnings.holds(block)], self.reused)
+        self.pool.free_blocks(block for block in blocks if not self._beginnings.holds(block))
+        stats.count(blocks_freed=len(blocks))
+        null = [self.pool.null_block]
+        conversation.blocks = [
+            null * number + blocks[number:] for blocks, number in zip(conversation.blocks, emptied, strict=True)
+        ]
+
     def give_back(self, coming: ComingTurn) -> None:
-        """Leave a conversation as it is to later requests, because the turn has not begun."""
+        """Leave a conversation as it is to later requests, because the turn has not begun; a copy is dropped."""
         conversation = coming.conversation
-        conversation.is_busy = False
-        self.pool.unpin_blocks(conversation.real_blocks, self.when_lost(conversation))
+        if coming.is_copy:
+            self.forget(conversation)
+            self.pool.free_blocks(conversation.real_blocks)
+            return
+        conversation.turn = None
+        self._idle.update(dict.fromkeys((block.block_id for block in conversation.real_blocks), conversation))
+        self.pool.unpin_blocks(conversation.real_blocks, self.reused)
 
     def forget(self, conversation: Conversation) -> None:
-        """Forget a conversation, because a turn has begun that goes on with it, or because it is lost."""
+        """Forget a conversation, because its turn has ended, or because it is lost."""
         for block_hash in conversation.hashes:
-            if self._by_hash.get(block_hash) is conversation:
-                del self._by_hash[block_hash]
+            key = conversation.name, block_hash
+            if self._by_hash.get(key) is conversation:
+                del self._by_hash[key]
 
     def clear(self) -> None:
-        """Forget all conversations that no request goes on with."""
+        """Forget all conversations that no request goes on with, and all beginnings."""
+        self._beginnings.clear()
         for conversation in {id(one): one for one in self._by_hash.values()}.values():
-            if not conversation.is_busy:
+            if conversation.turn is None:
                 self._lose(conversation)
+            else:  # its entries are of other weights
+                self.forget(conversation)
+
+    def _block_hashes(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return the hashes of full blocks, among those of all multiples of `hash_block_size` tokens."""
+        each = self.block_size // self._hashed
+        return list(hashes[each - 1 :: each])
 
     def _file(self, conversation: Conversation) -> None:
-        self._by_hash.update(dict.fromkeys(conversation.hashes, conversation))
+        self._by_hash.update(
+            dict.fromkeys(((conversation.name, block_hash) for block_hash in conversation.hashes), conversation)
+        )
 
     def _lose(self, conversation: Conversation) -> None:
-        if not (conversation.is_lost or conversation.is_busy):
+        if not (conversation.is_lost or conversation.turn):
             conversation.is_lost = True
+            for block in conversation.real_blocks:
+                self._idle.pop(block.block_id, None)
             self.forget(conversation)
             stats.count(conversations_lost=1)
 

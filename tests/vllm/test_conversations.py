@@ -135,7 +135,7 @@ def test_goes_on_as_a_model_would(
 
 
 def test_other_owners_and_names_are_other_conversations(model: Path, oracle: Oracle) -> None:
-    """Whoever sends the same text under another key, or names another conversation, goes on with nothing."""
+    """Whoever sends the same text under another key goes on with nothing; under another name, with full blocks."""
     turns = replay(oracle, RAGGED, SAID[:2], ANSWERS)
     first, second = turns
     options = [{"owner": "1" * 32}, {"owner": "2" * 32}, {"conversation": "a"}, {"conversation": "b"}, {}]
@@ -143,8 +143,53 @@ def test_other_owners_and_names_are_other_conversations(model: Path, oracle: Ora
     asks += [Ask(second.prompt, ANSWERS, add=APART, extra=sealed(**more)) for more in options]
     signed = {"additional_config": {"keepset": RAGGED, "keepset_signed": True}}
     engine = result(answers_of({"": scenario(RAGGED, model, asks, **signed)}), "")
-    assert engine.cached == [0, 0, second.reused, 0, second.reused, 0, 0]
+    assert engine.cached[:5] == [0, 0, second.reused, 0, second.reused]
+    assert all(cached < len(first.prompt) for cached in engine.cached[5:])
     assert [engine.tokens[number] for number in (0, 1, 2, 4)] == [first.answer] * 2 + [second.answer] * 2
+
+
+BRANCHES = [SAID[2], IDS[700:725], SAID[2], IDS[800:900]]
+"""What several requests add to one conversation at once."""
+LATER = (0, 0, 1, 9)
+"""Steps that these requests come later: together, while the layers prepare the first, and while that runs."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [(POOLED, ""), *full([(EQUAL, ""), (NETWORKS, ""), (POOLED, "ahead"), (POOLED, "own process")])],
+    ids=" ".join,
+)
+def test_several_turns_at_once(case: tuple[str, str], model: Path, oracle: Oracle) -> None:
+    """Each goes on with what the first has begun with, and the next turn with the right one of them."""
+    recipe, way = with_networks(case[0], model), case[1]
+    branches = [replay(oracle, recipe, [*SAID[:2], added, SAID[3]], ANSWERS) for added in BRANCHES]
+    asks = asked(branches[0][:2])
+    asks += [Ask(turns[2].prompt, ANSWERS, add=2 * APART + later) for turns, later in zip(branches, LATER, strict=True)]
+    asks += [Ask(turns[3].prompt, ANSWERS, add=4 * APART) for turns in (branches[1], branches[3])]
+    engine = result(answers_of({"": scenario(recipe, model, asks, **WAYS[way])}), "")
+    check(branches[0][:2], engine)
+    check([turns[2] for turns in branches], engine, first=2)
+    check([branches[1][3], branches[3][3]], engine, first=6)
+
+
+@pytest.mark.parametrize("case", [(POOLED, ""), *full([(RAGGED, "ahead"), (NETWORKS, ""), (WHOLE, "own process")])])
+def test_what_several_conversations_begin_with(case: tuple[str, str], model: Path, oracle: Oracle) -> None:
+    """Its full blocks are copied from one in its first turn, and later from what a compression has left of it."""
+    recipe, way = with_networks(case[0], model), case[1]
+    said = [[SAID[0] + IDS[number : number + 40], SAID[1]] for number in (800, 850, 900)]
+    chats = [replay(oracle, recipe, one, ANSWERS) for one in said]
+    asks = [Ask(chats[0][0].prompt, ANSWERS), Ask(chats[1][0].prompt, ANSWERS, add=APART)]
+    asks += [Ask(chats[number][1].prompt, ANSWERS, add=2 * APART) for number in (0, 1)]
+    asks += [Ask(turn.prompt, ANSWERS, add=APART * number) for number, turn in enumerate(chats[2], start=3)]
+    engine = result(answers_of({"": scenario(recipe, model, asks, **WAYS[way])}), "")
+    order = [chats[0][0], chats[1][0], chats[0][1], chats[1][1], *chats[2]]
+    assert engine.tokens == [turn.answer for turn in order]
+    assert engine.cached[:4] == [0, 128, chats[0][1].reused, chats[1][1].reused]
+    assert (0 if recipe == WHOLE else 64) <= engine.cached[4] <= 128 and engine.cached[5] == chats[2][1].reused
+    if engine.log:
+        for number, turn in [(2, chats[0][1]), (3, chats[1][1]), (5, chats[2][1])]:
+            assert [kept for _, kept, _ in engine.events_of(number) if kept] == [turn.begins_with]
+        engine.check_nothing_left()
 
 
 @pytest.mark.full
@@ -159,9 +204,10 @@ def test_pages_of_8_bits(model: Path) -> None:
     """What lies in such pages is moved as it is: answers are those of an engine that computes everything anew."""
     texts = [IDS[:end] for end in (150, 230, 400, 416)]
     turns = [Ask(text, ANSWERS, add=APART * number) for number, text in enumerate(texts)]
-    apart = [replace(ask, extra={"keepset": {"conversation": str(ask.add)}}) for ask in turns]
+    apart = [replace(ask, extra=sealed(owner=f"{ask.add:032}")) for ask in turns]
+    signed = {"additional_config": {"keepset": WHOLE, "keepset_signed": True}}
     cases = {
-        (kind, name): scenario(WHOLE, model, asks, kv_cache_dtype=kind)
+        (kind, name): scenario(WHOLE, model, asks, kv_cache_dtype=kind, **signed)
         for kind in ("int8_per_token_head", "fp8")
         for name, asks in (("together", turns), ("apart", apart))
     }
