@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
@@ -31,7 +32,9 @@ from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, Step
 from keepset.vllm.contexts import EVERYBODY
 from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
 from keepset.vllm.engine_context import active
+from keepset.vllm.manager import KeepManager
 from keepset.vllm.request_options import RequestOptions
+from keepset.vllm.window_pages import CopiedPages, WindowPages, copy_pages
 
 logger = init_logger(__name__)
 
@@ -43,10 +46,12 @@ class TurnMessage(StepMessage):
     Attributes:
         left: turns that have ended.
         coming: turns that begin with a later step.
+        windows: pages of layers with windows that are copied before this step.
     """
 
     left: list[EndedTurn] = field(default_factory=list)
     coming: list[NextTurn] = field(default_factory=list)
+    windows: list[CopiedPages] = field(default_factory=list)
 
 
 class Turn(NamedTuple):
@@ -75,12 +80,19 @@ class ConversationConnector(BlockCountConnector):
         self._coming: dict[str, ComingTurn] = {}
         self._left: list[tuple[Conversation, EndedTurn]] = []
         self._to_begin: list[NextTurn] = []
+        self._windows: list[CopiedPages] = []
+        self._caches: dict[str, torch.Tensor] = {}  # in a process that computes
 
     # --- in processes that compute
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._caches = kv_caches
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata, context = self._message, active()
         assert isinstance(metadata, TurnMessage) and context is not None
+        if metadata.windows:  # of turns that begin with this step, before which vLLM then calls
+            copy_pages(metadata.windows, self._kv_cache_config, self._caches)
         if metadata.left or metadata.coming:
             if forward_context.attn_metadata is None:  # else events of earlier steps are over
                 context.events.run()
@@ -123,13 +135,16 @@ class ConversationConnector(BlockCountConnector):
         assert self._kv_cache_manager is not None
         recipe = self._recipe
         assert recipe is not None
+        managers = self._kv_cache_manager.coordinator.single_type_managers
+        others = {number: manager for number, manager in enumerate(managers) if not isinstance(manager, KeepManager)}
         looks_at = RecordedFeatures.of(recipe.method.traits.needs, None, turns=True)
         return Conversations(
             self._kv_cache_manager.block_pool,
             self._managers[0].block_size,
             self._vllm_config.model_config.max_model_len,
             max(looks_at.newest, looks_at.summed()),
-            copies_running=recipe.schedule.every is None,
+            WindowPages(others),
+            copies=recipe.schedule.every is None and not others,
         )
 
     def reset_cache(self) -> bool:
@@ -216,6 +231,7 @@ class ConversationConnector(BlockCountConnector):
         coming = self._coming.pop(request.request_id, None) if num_external_tokens else None
         if coming is None:
             return
+        self._windows += self._conversations.begin_windows(coming.conversation)
         hidden = coming.conversation.hidden
         left_out = sum(end - first for first, end in coming.message.left_out)
         stats.count(turns=int(not coming.begins), tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
@@ -231,6 +247,7 @@ class ConversationConnector(BlockCountConnector):
             message.ended.add(name)
         message.left = [turn for conversation, turn in self._left if not conversation.is_lost]
         message.coming, self._left, self._to_begin = self._to_begin, [], []
+        message.windows, self._windows = self._windows, []
         return message
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -23,6 +23,7 @@ from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import PLAIN, EndedTurn, NextTurn
 from keepset.vllm import stats
 from keepset.vllm.beginnings import Beginnings
+from keepset.vllm.window_pages import CopiedPages, WindowPages
 
 _CHANGED = 32
 """By how many of its last tokens the prompt of a turn may differ when the turn is asked for again: templates end it
@@ -45,6 +46,7 @@ class Conversation:
         turn: the request that goes on in its pages; None if there is none.
         is_arriving: whether the layers are making its pages that request's.
         is_lost: whether some of its blocks were given away.
+        windows: its blocks by logical position, for each group of layers with windows.
     """
 
     ids: list[int]
@@ -58,6 +60,7 @@ class Conversation:
     turn: Request | None = None
     is_arriving: bool = False
     is_lost: bool = False
+    windows: list[list[KVCacheBlock]] = field(default_factory=list)
 
     @property
     def positions(self) -> list[int]:
@@ -67,7 +70,7 @@ class Conversation:
     @property
     def real_blocks(self) -> list[KVCacheBlock]:
         """The blocks that hold something, the newest first."""
-        return [block for blocks in self.blocks for block in reversed(blocks) if not block.is_null]
+        return existing([*self.blocks, *self.windows])
 
     @property
     def block_ids(self) -> list[list[int]]:
@@ -129,14 +132,17 @@ class Conversations:
         block_size: tokens per block.
         longest: the most tokens of a request.
         window: how many of its newest queries a recipe looks at when a turn ends.
-        copies_running: whether nothing is dropped while a turn runs, so that others may go on with what it began with.
+        windows: the pages of layers with windows.
+        copies: whether conversations are copied. A running turn may not drop entries then, and pages of windows are
+            there for the newest tokens only.
     """
 
     pool: BlockPool
     block_size: int
     longest: int
     window: int
-    copies_running: bool
+    windows: WindowPages
+    copies: bool
     _by_hash: dict[tuple[str | None, BlockHash], Conversation] = field(default_factory=dict)
     _idle: dict[int, Conversation] = field(default_factory=dict)
 
@@ -172,8 +178,10 @@ class Conversations:
             [list(of_group[: -(-tokens // self.block_size)]) for of_group in blocks],
             list((hashes_of(request, said) if hidden else request.block_hashes)[: len(said) // self._hashed]),
             name,
-            is_plain=self.copies_running and (begun is None or begun.is_plain),
+            is_plain=self.copies and (begun is None or begun.is_plain),
+            windows=self.windows.take(request.request_id),
         )
+        self.pool.unpin_blocks(existing(ended.windows), self.reused)
         if begun is not None:
             self.forget(begun)
         self._file(ended)
@@ -221,7 +229,7 @@ class Conversations:
         Args:
             turn: the turn's request.
         """
-        return self.copies_running and turn.status in (RequestStatus.RUNNING, RequestStatus.WAITING)
+        return self.copies and turn.status in (RequestStatus.RUNNING, RequestStatus.WAITING)
 
     def take(self, found: Conversation, request: Request, how: Continuation, plan: RequestPlan) -> ComingTurn | None:
         """Make a request go on with a conversation; return None if there is no room.
@@ -238,6 +246,8 @@ class Conversations:
         hashes = list(request.block_hashes[: how.matched // self._hashed])
         if found.turn is not None:
             return self._copy_running(found, found.turn, request, how, plan, ids, hashes)
+        if self.windows.managers and (how.left_out or not self.windows.seen(found.windows, how.tokens)):
+            return None  # layers with windows hold the newest tokens only, those that are left out among them
         idle = [block for block in found.real_blocks if block.ref_cnt == 0]
         more = 0 if how.is_whole else len(found.blocks)
         if len(idle) + more > self.pool.get_num_free_blocks():
@@ -288,6 +298,19 @@ class Conversations:
         copy = replace(found, ids=list(found.ids), left_out=list(found.left_out), blocks=[], compact=False, turn=None)
         return self._copied(copy, found.blocks, source, request, how, plan, ids, hashes)
 
+    def begin_windows(self, conversation: Conversation) -> list[CopiedPages]:
+        """Return what is copied for a turn that begins, to which vLLM has given its blocks.
+
+        Args:
+            conversation: what the turn begins with.
+        """
+        assert conversation.turn is not None
+        copied = self.windows.copies(conversation.windows, len(conversation.ids), conversation.turn.request_id)
+        # Whoever gets them writes to them after they are copied.
+        self.pool.free_blocks(existing(conversation.windows))
+        conversation.windows = []
+        return copied
+
     def begin_alike(self, request: Request, name: str | None, plan: RequestPlan) -> ComingTurn | None:
         """Make a request begin with a copy of a beginning in the pool; return None if there is none, or no room.
 
@@ -296,6 +319,8 @@ class Conversations:
             name: the name that it gives its conversation; None without one.
             plan: how it is compressed.
         """
+        if not self.copies:
+            return None
         hashes = self._block_hashes(request.block_hashes)
         self._beginnings.see(request.request_id, hashes)
         # The queries that the turn's end looks at are its own, whatever others have said.
@@ -338,12 +363,12 @@ class Conversations:
             hashes: the hashes of those that are copied.
         """
         width = -(-how.tokens // self.block_size)
-        real = [block for of_group in blocks for block in of_group[:width] if not block.is_null]
-        idle = [block for block in real if block.ref_cnt == 0]
+        copied = existing([of_group[:width] for of_group in blocks])
+        idle = [block for block in copied if block.ref_cnt == 0]
         needed = len(blocks) * (-(-(len(ids) + 1) // self.block_size))
         if len(idle) + needed > self.pool.get_num_free_blocks():
             return None
-        self.pool.touch(real)
+        self.pool.touch(copied)
         copy.blocks = []
         for of_group in blocks:
             emptied = sum(block.is_null for block in of_group[:width])
@@ -351,7 +376,7 @@ class Conversations:
             copy.blocks.append([*[self.pool.null_block] * first, *self.pool.get_new_blocks(width - first)])
         self._begin(copy, request)
         message = NextTurn(request.request_id, source, copy.block_ids, how.tokens, how.left_out, False, plan)
-        return ComingTurn(copy, message, ids, hashes, copied=real)
+        return ComingTurn(copy, message, ids, hashes, copied=copied)
 
     def _begin(self, conversation: Conversation, request: Request) -> None:
         """Note that a request goes on with an idle conversation.
@@ -415,15 +440,12 @@ class Conversations:
             conversation: the conversation, with the hashes of the turn before.
             emptied: how many blocks are free, for each group.
         """
-        freed = [
-            [block for block in blocks[:number] if not block.is_null]
-            for blocks, number in zip(conversation.blocks, emptied, strict=True)
-        ]
+        freed = [blocks[:number] for blocks, number in zip(conversation.blocks, emptied, strict=True)]
         if conversation.is_plain:
             hashes = self._block_hashes(conversation.hashes)[: min(emptied)]
             count = sum(self._beginnings.is_shared(block_hash) for block_hash in hashes)  # of a beginning, all
             self._beginnings.file(hashes[:count], zip(*conversation.blocks, strict=True))
-        blocks = [block for of_group in freed for block in reversed(of_group)]
+        blocks = existing(freed)
         self.pool.unpin_blocks([block for block in blocks if self._beginnings.holds(block)], self.reused)
         self.pool.free_blocks(block for block in blocks if not self._beginnings.holds(block))
         stats.count(blocks_freed=len(blocks))
@@ -476,6 +498,15 @@ class Conversations:
                 self._idle.pop(block.block_id, None)
             self.forget(conversation)
             stats.count(conversations_lost=1)
+
+
+def existing(blocks: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:
+    """Return the blocks that hold something, the newest first.
+
+    Args:
+        blocks: blocks by logical position, for each group.
+    """
+    return [block for of_group in blocks for block in reversed(of_group) if not block.is_null]
 
 
 def hashes_of(request: Request, tokens: Sequence[int]) -> list[BlockHash]:

@@ -317,7 +317,8 @@ def check_layer(name: str, layer: Any, *, unseen: bool = False) -> None:
             raise UnsupportedModelError(f"keepset cannot serve this model: its layer {name} {reason}.")
 
 
-_LEFT_ALONE = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+_WINDOWS = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_LEFT_ALONE = (*_WINDOWS, MambaSpec)
 """Kinds of caches whose size is bounded, whatever the text's length."""
 
 
@@ -379,8 +380,8 @@ def _of_others(config: VllmConfig, recipe: Recipe, other_specs: Sequence[KVCache
         return
     if contexts_of(config) is not None:
         yield "contexts hold layers that attend to all tokens, and the model has others; leave contexts out."
-    if recipe.schedule.turns:
-        yield "the model's other layers keep nothing between turns; leave turns=True out."
+    if recipe.schedule.turns and not all(isinstance(spec, _WINDOWS) for spec in other_specs):
+        yield "the model's layers with recurrent states keep nothing between turns; leave turns=True out."
     if config.parallel_config.pipeline_parallel_size > 1:
         yield "a pipeline's stage does not know which layers of other stages are compressed; use tensor parallelism."
     dtype, attention = config.cache_config.cache_dtype, any(isinstance(spec, AttentionSpec) for spec in other_specs)

@@ -87,7 +87,11 @@ def take_back(oracle: Oracle, length: int) -> None:
 
 def ask(oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: int) -> ChatTurn:
     """Answer a prompt, of which the first `length` tokens were fed."""
-    begins_with = {index: [list(head.positions) for head in layer.heads] for index, layer in enumerate(oracle._layers)}
+    begins_with = {
+        index: [list(head.positions) for head in layer.heads]
+        for index, layer in enumerate(oracle._layers)
+        if layer.window is None
+    }
     said, done = list(ids), length
     for _ in range(answers):
         best, _ = oracle._forward(said, done, len(said) - 1)
@@ -104,9 +108,10 @@ def compact(oracle: Oracle, recipe: Recipe, length: int, said: int, prompt: int)
         always = budget.sinks + budget.recent
         budget = replace(budget, keep=max(int(budget.keep * said + 1e-9), always, 1))
     event = Recipe(recipe.written, budget, Schedule(every=1 << 20))
-    observations = [oracle._observe(event, index, layer, length, prompt) for index, layer in enumerate(oracle._layers)]
+    compressed = {index: layer for index, layer in enumerate(oracle._layers) if layer.window is None}
+    observations = [oracle._observe(event, index, layer, length, prompt) for index, layer in compressed.items()]
     chosen = event.method.select_all(observations, budget)
-    for index, layer in enumerate(oracle._layers):
+    for index, layer in compressed.items():
         oracle._remember(index, layer.heads, chosen.layer(index).state)
         layer.heads = [
             head.only(chosen.positions(index, 0, number).tolist()) for number, head in enumerate(layer.heads)

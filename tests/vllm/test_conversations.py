@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, CwmConfig
 
 from tests.tiers import FULL
 from tests.vllm.chats import ChatTurn, replay
 from tests.vllm.compared import IDS, NO_BINDING, answers_of, full, networks_file, result
-from tests.vllm.conftest import TINY, oracle_of, save_tiny
+from tests.vllm.conftest import SHAPE, TINY, oracle_of, save_tiny
 from tests.vllm.engine import Ask, Result, Scenario, sealed
 from tests.vllm.oracle import Oracle
 
@@ -190,6 +192,46 @@ def test_what_several_conversations_begin_with(case: tuple[str, str], model: Pat
         for number, turn in [(2, chats[0][1]), (3, chats[1][1]), (5, chats[2][1])]:
             assert [kept for _, kept, _ in engine.events_of(number) if kept] == [turn.begins_with]
         engine.check_nothing_left()
+
+
+def saved(folder: Path, config: CwmConfig) -> Path:
+    """Save a random model."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with three layers that attend to all tokens, and two with windows."""
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    more = {"num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": 48, "pad_token_id": None}
+    rotation = {"rope_theta": 10000.0, "rope_type": "default"}
+    return saved(tmp_path_factory.mktemp("windows"), CwmConfig(**SHAPE, **more, rope_parameters=rotation))
+
+
+@pytest.mark.parametrize(
+    "case", [(POOLED, ""), *full([(RAGGED, ""), (POOLED, "ahead"), (WHOLE, "own process")])], ids=str
+)
+def test_layers_with_windows(case: tuple[str, str], windows: Path) -> None:
+    """What they see at a turn's end is there in the next one; the entries of others are those of the reference."""
+    recipe, way = case
+    turns = replay(oracle_of(windows), recipe, SAID, ANSWERS)
+    engine = result(answers_of({"": scenario(recipe, windows, asked(turns), **WAYS[way])}), "")
+    check(turns, engine)
+
+
+@pytest.mark.parametrize("way", ["", *full(["ahead"])])
+def test_turns_of_layers_with_windows_that_are_changed(way: str, windows: Path) -> None:
+    """They go on if what the windows see is still there, else they are computed anew."""
+    turns = [
+        *replay(oracle_of(windows), WHOLE, SAID[:4], ANSWERS, again=(0, 2)),
+        *replay(oracle_of(windows), WHOLE, [SAID[0], IDS[700:790], SAID[3]], ANSWERS, again=(1,))[1:],
+    ]
+    engine = result(answers_of({"": scenario(WHOLE, windows, asked(turns), **WAYS[way])}), "")
+    assert engine.tokens == [turn.answer for turn in turns]
+    assert sum(cached > 0 for cached in engine.cached) >= 5
+    engine.check_nothing_left()
 
 
 @pytest.mark.full

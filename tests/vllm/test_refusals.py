@@ -431,8 +431,9 @@ def test_what_is_refused_beside_other_layers(
 
 
 def test_conversations_are_refused_beside_layers_that_forget() -> None:
-    with pytest.raises(KeepsetError, match="the model's other layers keep nothing between turns"):
-        validation.check_layers(config(**TALKING), Recipe.parse(TURNS), [layer(4)], [spec(*WINDOWS)])
+    validation.check_layers(config(**TALKING), Recipe.parse(TURNS), [layer(4)], [spec(*WINDOWS)])
+    with pytest.raises(KeepsetError, match="layers with recurrent states keep nothing between turns"):
+        validation.check_layers(config(**TALKING), Recipe.parse(TURNS), [layer(4)], [spec(*WINDOWS), spec(*STATES)])
 
 
 def test_layers_that_cannot_be_compressed_together() -> None:
