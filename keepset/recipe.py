@@ -93,6 +93,12 @@ class Recipe:
                 )
             # At the prompt's end there is nothing to drop.
             object.__setattr__(self, "schedule", replace(self.schedule, prefill=False))
+        alone = self.schedule.turns and self.schedule.every is None and not self.budget.kinds
+        if self.budget.protects_system and not alone:
+            raise BudgetError(
+                "protect='system' is for conversations, which are compressed between turns alone: add turns=True, and "
+                "leave every= and images out; or protect ranges of tokens."
+            )
         object.__setattr__(self, "method", _for_budget(self.written, vars(self.budget)))
 
     @classmethod

@@ -22,6 +22,9 @@ Ranges = tuple[tuple[int, int], ...]
 IMAGE, TEXT = KINDS = ("image", "text")
 """Kinds of tokens that `protect` can name."""
 
+SYSTEM = "system"
+"""All before the first message of a user, which `protect` can name in conversations."""
+
 LIMIT = 2**63
 """Numbers of tokens must be below this: it is more than an int64 tensor can hold."""
 
@@ -55,6 +58,7 @@ class Budget:
         protect: what always stays, as a protected prompt does: ranges of tokens `(first, end)` without `end`,
             `"image"` for the tokens of images and videos, `"text"` for all others, or a list of these. Names are
             stored first, then ranges in order, with touching ones joined. A runtime tells where images are (`located`).
+            In conversations also `"system"`, which a runtime finds, too (`with_system`).
 
     Raises:
         BudgetError: if a value is out of range, or the values contradict one another.
@@ -130,7 +134,20 @@ class Budget:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Return which kinds of tokens always stay, `"image"` or `"text"`, wherever they are."""
-        return tuple(part for part in self.protect if isinstance(part, str))
+        return tuple(part for part in KINDS if part in self.protect)
+
+    @property
+    def protects_system(self) -> bool:
+        """Return whether all before a conversation's first message of a user always stays."""
+        return SYSTEM in self.protect
+
+    def with_system(self, span: Ranges) -> Budget:
+        """Return the same budget with a range of tokens in place of `"system"`.
+
+        Args:
+            span: where these tokens are.
+        """
+        return replace(self, protect=(*self.kinds, *self.ranges, *span)) if self.protects_system else self
 
     @property
     def ranges(self) -> Ranges:
@@ -242,8 +259,8 @@ class Budget:
             rows: how many requests there are.
             device: where the result goes.
         """
-        if self.kinds:
-            raise BudgetError(f"protect={self.kinds[0]!r} says nothing of positions yet: take Budget.located's budget.")
+        if unknown := [name for name in (*KINDS, SYSTEM) if name in self.protect]:
+            raise BudgetError(f"protect={unknown[0]!r} says nothing of positions yet: take Budget.located's budget.")
         return upload(self.ranges, device).flatten()[None]
 
     def is_recent(self, observation: Observation) -> Mask:
@@ -290,16 +307,17 @@ def _out_of_range(name: str, value: float, allowed: str) -> str:
 def _protected(protect: object) -> tuple[str | tuple[int, int], ...]:
     """Return the names in `protect`, then its ranges in order."""
     parts = [protect] if isinstance(protect, str) else protect
-    if not isinstance(parts, list | tuple) or not all(part in KINDS or _is_range(part) for part in parts):
+    if not isinstance(parts, list | tuple) or not all(part in (*KINDS, SYSTEM) or _is_range(part) for part in parts):
         # Ranges are shown as recipes and requests write them.
         shown = protect
         if isinstance(protect, list | tuple):
             shown = [list(part) if isinstance(part, tuple) else part for part in protect]
         raise BudgetError(
             f"protect={shown!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
-            "after the last, as often as needed, or 'image' or 'text'."
+            "after the last, as often as needed, or 'image', 'text', or in a conversation 'system'."
         )
-    return *(kind for kind in KINDS if kind in parts), *joined([part for part in parts if not isinstance(part, str)])
+    names = [name for name in (*KINDS, SYSTEM) if name in parts]
+    return *names, *joined([part for part in parts if not isinstance(part, str)])
 
 
 def joined(ranges: Iterable[Sequence[int]]) -> Ranges:

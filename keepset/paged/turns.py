@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from keepset.core.budget import Ranges
 from keepset.core.keep_set import LayerKeepSet, LazyHostInts
 from keepset.paged.entry_columns import STAYS
 from keepset.paged.event_execution import EventEntries, execute, read_event
@@ -34,6 +35,7 @@ class EndedTurn:
         tokens: tokens whose entries they hold, from the conversation's first on.
         prompt: tokens of the turn's prompt, which begins with the conversation's first token.
         said: how many of the tokens the client has not left out since: a share is one of these.
+        system: where all before the first user's message is, if a recipe protects it.
         running: the engine's name of the turn if it has not ended, so that its entries are copied; `PLAIN` if they are
             copied and are all there.
     """
@@ -42,6 +44,7 @@ class EndedTurn:
     tokens: int
     prompt: int
     said: int
+    system: Ranges = ()
     running: str | None = None
 
     def of_groups(self, numbers: Sequence[int]) -> EndedTurn:
@@ -101,7 +104,7 @@ def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:
     parts.sort(key=lambda part: part[1].observation.layer_ids)
     for together in [parts] if method.traits.across_layers else [[part] for part in parts]:
         observations = [entries.observation for _, entries in together]
-        budget = groups[0].recipe.budget_for(observations).of_tokens(turn.said)
+        budget = groups[0].recipe.budget_for(observations).of_tokens(turn.said).with_system(turn.system)
         chosen = method.select_all(observations, budget)
         for group, entries in together:
             _note(group, entries, chosen.layer(entries.observation.layer_ids[0]))

@@ -17,11 +17,13 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from keepset.core.roles import user_mark
 from keepset.errors import KeepsetError
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.layer_group import LayerGroup
@@ -82,6 +84,9 @@ class ConversationConnector(BlockCountConnector):
         self._to_begin: list[NextTurn] = []
         self._windows: list[CopiedPages] = []
         self._caches: dict[str, torch.Tensor] = {}  # in a process that computes
+        self._user_mark: list[int] = []
+        if role == KVConnectorRole.SCHEDULER and self._recipe is not None and self._recipe.budget.protects_system:
+            self._user_mark = user_mark(tokenizer_of(vllm_config))
 
     # --- in processes that compute
 
@@ -145,6 +150,7 @@ class ConversationConnector(BlockCountConnector):
             max(looks_at.newest, looks_at.summed()),
             WindowPages(others),
             copies=recipe.schedule.every is None and not others,
+            user_mark=self._user_mark,
         )
 
     def reset_cache(self) -> bool:
@@ -302,3 +308,20 @@ class ConversationConnector(BlockCountConnector):
         self._turns.pop(name, None)
         self._talking.pop(name, None)
         return super().request_finished_all_groups(request, block_ids)
+
+
+def tokenizer_of(config: VllmConfig) -> Any:
+    """Return the tokenizer of a server's model.
+
+    Args:
+        config: vLLM's configuration.
+
+    Raises:
+        KeepsetError: the server has none.
+    """
+    if config.model_config.skip_tokenizer_init:
+        raise KeepsetError(
+            "protect='system' finds a user's message by the model's tokenizer, and this engine has none: leave "
+            "skip_tokenizer_init out, or protect ranges of tokens."
+        )
+    return cached_tokenizer_from_config(config.model_config)

@@ -17,8 +17,9 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from keepset.core.budget import joined
+from keepset.core.budget import Ranges, joined
 from keepset.core.edits import Continuation, Span, continuation_of, positions_without
+from keepset.core.roles import system_span
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import PLAIN, EndedTurn, NextTurn
 from keepset.vllm import stats
@@ -47,6 +48,7 @@ class Conversation:
         is_arriving: whether the layers are making its pages that request's.
         is_lost: whether some of its blocks were given away.
         windows: its blocks by logical position, for each group of layers with windows.
+        system: where all before the first user's message is, if the recipe protects it.
     """
 
     ids: list[int]
@@ -61,6 +63,7 @@ class Conversation:
     is_arriving: bool = False
     is_lost: bool = False
     windows: list[list[KVCacheBlock]] = field(default_factory=list)
+    system: Ranges = ()
 
     @property
     def positions(self) -> list[int]:
@@ -86,7 +89,7 @@ class Conversation:
     def ended(self) -> EndedTurn:
         """What the layers must know of it."""
         hidden = self.hidden
-        return EndedTurn(self.block_ids, len(self.ids), self.prompt + hidden, len(self.ids) - hidden)
+        return EndedTurn(self.block_ids, len(self.ids), self.prompt + hidden, len(self.ids) - hidden, self.system)
 
 
 @dataclass
@@ -135,6 +138,7 @@ class Conversations:
         windows: the pages of layers with windows.
         copies: whether conversations are copied. A running turn may not drop entries then, and pages of windows are
             there for the newest tokens only.
+        user_mark: the tokens before a user's message, if what comes before the first one is protected.
     """
 
     pool: BlockPool
@@ -143,6 +147,7 @@ class Conversations:
     window: int
     windows: WindowPages
     copies: bool
+    user_mark: Sequence[int] = ()
     _by_hash: dict[tuple[str | None, BlockHash], Conversation] = field(default_factory=dict)
     _idle: dict[int, Conversation] = field(default_factory=dict)
 
@@ -180,6 +185,7 @@ class Conversations:
             name,
             is_plain=self.copies and (begun is None or begun.is_plain),
             windows=self.windows.take(request.request_id),
+            system=system_span(ids, self.user_mark) if self.user_mark else (),
         )
         self.pool.unpin_blocks(existing(ended.windows), self.reused)
         if begun is not None:
@@ -294,7 +300,7 @@ class Conversations:
             ids: the tokens of its prompt by position.
             hashes: the hashes of what it has of the conversation.
         """
-        source = EndedTurn(found.block_ids, how.tokens, 0, 0, turn.request_id)
+        source = EndedTurn(found.block_ids, how.tokens, 0, 0, running=turn.request_id)
         copy = replace(found, ids=list(found.ids), left_out=list(found.left_out), blocks=[], compact=False, turn=None)
         return self._copied(copy, found.blocks, source, request, how, plan, ids, hashes)
 
@@ -330,7 +336,9 @@ class Conversations:
             return None
         tokens, ids = len(blocks) * self.block_size, list(request.all_token_ids)
         by_group = [list(of_group) for of_group in zip(*blocks, strict=True)]
-        source = EndedTurn([[block.block_id for block in of_group] for of_group in by_group], tokens, 0, 0, PLAIN)
+        source = EndedTurn(
+            [[block.block_id for block in of_group] for of_group in by_group], tokens, 0, 0, running=PLAIN
+        )
         known = list(request.block_hashes[: tokens // self._hashed])
         begun = Conversation(ids[:tokens], [], tokens, [], known, name, is_plain=False, compact=False)
         how = Continuation(tokens, (), tokens, tokens, is_whole=True, is_over=True)

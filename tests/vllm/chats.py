@@ -32,6 +32,7 @@ def replay(
     again: Sequence[int] = (),
     left_out: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     reworded: Mapping[int, int] | None = None,
+    system: int = 0,
 ) -> list[ChatTurn]:
     """Follow a conversation.
 
@@ -43,6 +44,7 @@ def replay(
         again: turns that are asked for once more, before the next one.
         left_out: spans of positions that the client leaves out from a turn on.
         reworded: turns before which the client replaces the newest answer, all but so many of its first tokens.
+        system: so many first tokens always stay.
     """
     recipe, turns = Recipe.parse(text), []
     oracle._layers, oracle._memory = [], {}
@@ -51,7 +53,7 @@ def replay(
     prompt = length = 0
     for number, added in enumerate(new):
         if number:
-            compact(oracle, recipe, length, length - len(gone), prompt)
+            compact(oracle, recipe, length, length - len(gone), prompt, system)
         for first, end in (left_out or {}).get(number, ()):
             gone |= set(range(first, end))
             for layer in oracle._layers:
@@ -101,9 +103,10 @@ def ask(oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: in
     return ChatTurn(prompt, said[len(ids) :], length - len(gone), begins_with)
 
 
-def compact(oracle: Oracle, recipe: Recipe, length: int, said: int, prompt: int) -> None:
+def compact(oracle: Oracle, recipe: Recipe, length: int, said: int, prompt: int, system: int) -> None:
     """Drop what the recipe does not keep of all that was said: a share is one of these tokens."""
     budget = budget_of(recipe, oracle._layers[0].heads[0].keys.shape[-1])
+    budget = replace(budget, protect=[[0, system]]) if system else budget
     if isinstance(budget.keep, float):
         always = budget.sinks + budget.recent
         budget = replace(budget, keep=max(int(budget.keep * said + 1e-9), always, 1))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CwmConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, CwmConfig
 
+from tests.hf.models import tokenizer
 from tests.tiers import FULL
 from tests.vllm.chats import ChatTurn, replay
 from tests.vllm.compared import IDS, NO_BINDING, answers_of, full, networks_file, result
@@ -232,6 +233,25 @@ def test_turns_of_layers_with_windows_that_are_changed(way: str, windows: Path) 
     assert engine.tokens == [turn.answer for turn in turns]
     assert sum(cached > 0 for cached in engine.cached) >= 5
     engine.check_nothing_left()
+
+
+JOINED = "{% for m in messages %}{{ 'u:' if m.role == 'user' else 'a:' }}{{ m.content }}.{% endfor %}"
+
+
+@pytest.mark.parametrize("recipe", [POOLED, *full([EQUAL, RAGGED])])
+def test_what_comes_before_the_first_user_stays(recipe: str, model: Path, oracle: Oracle) -> None:
+    """By the model's own chat template; also what was said before, if a client leaves out some of it."""
+    folder = tokenizer("joined", JOINED)
+    mark = AutoTokenizer.from_pretrained(folder)("u:", add_special_tokens=False)["input_ids"]
+    said = [[*SAID[0][:70], *mark, *SAID[0][72:]], *SAID[1:]]
+    turns = replay(oracle, recipe, said, ANSWERS, left_out={3: [(160, 170)]}, system=70)
+    kept = {
+        len(set(head) & set(range(70))) for turn in turns[1:] for heads in turn.begins_with.values() for head in heads
+    }
+    assert kept == {70}
+    protects = recipe.replace("turns=True", "turns=True, protect='system'")
+    own = {"tokenizer": str(folder), "skip_tokenizer_init": False}
+    check(turns, result(answers_of({"": scenario(protects, model, asked(turns), **own)}), ""))
 
 
 @pytest.mark.full
