@@ -9,14 +9,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.allocators.layers import LayerAllocator, PerLayer, PerRequest, padded, pooled_counts, total_entries
+from keepset.allocators.layers import (
+    LayerAllocator,
+    PerLayer,
+    PerPart,
+    PerRequest,
+    padded,
+    pooled_counts,
+    total_entries,
+)
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking
 from keepset.core.shapes import Scores
-from keepset.core.traits import Traits
+from keepset.core.traits import Traits, neighbours
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,25 @@ class Pool(Allocator):
 
     Attributes:
         floor: share of the even budget that every head keeps in any case, as AdaKV's safeguard; the paper has none.
+        groups: into how many groups of neighbouring layers they are divided, so that the layers of a group keep equally
+            many entries; 0 divides none. A server frees memory for such groups, so what it holds is then the budget.
     """
 
     name = "pool"
     paper = "arXiv:2509.05165"
-    own_traits = Traits(equal_heads=False, equal_layers=False, across_layers=True, counts_from_data=True)
 
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
+    groups: int = parameter(0, minimum=0)
+
+    @property
+    def own_traits(self) -> Traits:
+        return Traits(
+            equal_heads=False,
+            equal_layers=False,
+            across_layers=True,
+            counts_from_data=True,
+            layer_groups=self.groups,
+        )
 
     def objection(self, inner: Method) -> str:
         inside = inner.traits
@@ -56,12 +76,40 @@ class Pool(Allocator):
         heads = existing.shape[-1]
         total = total_entries(observations, budget).clamp(min=heads).minimum(existing.sum(-1))
         least = (self.floor * total.double() / heads).floor().long().clamp(min=1)[:, None].minimum(existing)
-        counts = pooled_counts(values, total, least).split([scores.shape[1] for scores in by_head], 1)
+        counts = pooled_counts(values, total, least)
+        if self.groups:
+            heads_of = [scores.shape[1] // len(of.layer_ids) for of, scores in zip(observations, by_head, strict=True)]
+            by_layer = [heads for of, heads in zip(observations, heads_of, strict=True) for _ in of.layer_ids]
+            counts = self._evened(values, counts, least.expand_as(existing), by_layer)
+        of_observations = counts.split([scores.shape[1] for scores in by_head], 1)
         chosen = [
             (ranking, observation.merge_layers(of_heads.unflatten(1, (len(observation.layer_ids), -1))))
-            for observation, ranking, of_heads in zip(observations, rankings, counts, strict=True)
+            for observation, ranking, of_heads in zip(observations, rankings, of_observations, strict=True)
         ]
         return KeepSet([scorer.choose(replace(ranking, quotas=quotas)) for ranking, quotas in chosen])
+
+    def _evened(
+        self, values: Float[Tensor, "batch heads entries"], counts: PerPart, least: PerPart, heads: Sequence[int]
+    ) -> PerPart:
+        """Return how many entries each head keeps if the layers of a group share theirs evenly.
+
+        The first layers of a group keep what cannot be divided. In each layer the best entries of its heads stay. If a
+        layer holds fewer entries, it keeps them all.
+
+        Args:
+            values: the score of each entry, head after head and layer after layer; -inf where there is none.
+            counts: how many entries each head keeps without groups.
+            least: how many each head keeps in any case.
+            heads: how many heads each layer has.
+        """
+        by_layer = [part.split(list(heads), 1) for part in (counts, values, least)]
+        evened = []
+        for group in neighbours(len(heads), min(self.groups, len(heads))):
+            total = torch.stack([by_layer[0][layer].sum(1) for layer in group]).sum(0)
+            for place, layer in enumerate(group):
+                share, certain = (total + len(group) - 1 - place) // len(group), by_layer[2][layer]
+                evened.append(pooled_counts(by_layer[1][layer], share.maximum(certain.sum(1)), certain))
+        return torch.cat(evened, 1)
 
 
 @dataclass(frozen=True)

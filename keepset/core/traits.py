@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from keepset.core.feature import Needs
 from keepset.core.features.runtime_features import EntryBiases
@@ -31,6 +32,8 @@ class Traits:
         counts_from_files: whether that number depends on files of measurements, which schedulers do not load.
         needs_budget: whether a recipe must say how much to keep.
         prefill_only: names of the steps that do nothing at events after the prompt.
+        layer_groups: into how many groups of neighbouring layers a method divides them, so that the layers of each keep
+            equally many entries; 0 if it does not.
         memory_factor: about how many numbers per entry the method computes at a time. At an event a paged runtime
             shows fewer entries together by this factor.
         key_bits: bits of a number of a stored key.
@@ -49,6 +52,7 @@ class Traits:
     counts_from_files: bool = False
     needs_budget: bool = True
     prefill_only: tuple[str, ...] = ()
+    layer_groups: int = 0
     memory_factor: int = 1
     key_bits: int = 16
     value_bits: int = 16
@@ -124,8 +128,20 @@ def combine(outer: Traits, inner: Traits) -> Traits:
         counts_from_files=inner.counts_from_files or outer.counts_from_files,
         needs_budget=inner.needs_budget or outer.needs_budget,
         prefill_only=(*outer.prefill_only, *inner.prefill_only),
+        layer_groups=max(inner.layer_groups, outer.layer_groups),
         memory_factor=max(inner.memory_factor, outer.memory_factor),
         key_bits=min(inner.key_bits, outer.key_bits),
         value_bits=min(inner.value_bits, outer.value_bits),
         extra_bytes=inner.extra_bytes + outer.extra_bytes,
     )
+
+
+def neighbours(layers: int, groups: int) -> list[range]:
+    """Return groups of neighbouring layers, as equal as can be, by the layers' places.
+
+    Args:
+        layers: the number of layers.
+        groups: the number of groups.
+    """
+    firsts = [-(-group * layers // groups) for group in range(groups + 1)]
+    return [range(first, end) for first, end in pairwise(firsts) if first < end]

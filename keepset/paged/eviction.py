@@ -14,6 +14,7 @@ from torch import Tensor
 from keepset.core.feature import Accumulators
 from keepset.core.keep_set import LayerKeepSet, LazyHostInts
 from keepset.core.method import forecast_quotas
+from keepset.core.traits import neighbours
 from keepset.paged.query_records import QueryRecord
 from keepset.recipe import Recipe
 
@@ -329,14 +330,18 @@ def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
         return layers[0]
     if recipe.method.traits.fixed_total:
         return layer
-    layer_index, groups = layers.index(layer), _groups(len(layers))
-    first = -(-(layer_index * groups // len(layers)) * len(layers) // groups)
-    return layers[first]
+    groups = neighbours(len(layers), _groups(len(layers), recipe.method.traits.layer_groups))
+    return next(layers[group.start] for group in groups if layers.index(layer) in group)
 
 
-def _groups(layers: int) -> int:
-    """Return into how many groups so many layers are divided."""
-    numbers = range(min(GROUPS, layers), 0, -1)
+def _groups(layers: int, wanted: int) -> int:
+    """Return into how many groups so many layers are divided.
+
+    Args:
+        layers: the number of layers.
+        wanted: the number of groups whose layers keep equally many entries; 0 if there are none.
+    """
+    numbers = [*([wanted] if 0 < wanted <= min(GROUPS, layers) else []), *range(min(GROUPS, layers), 0, -1)]
     return next(number for number in numbers if _room(layers, number) <= (1 + _PADDING) * layers)
 
 

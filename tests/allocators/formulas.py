@@ -181,7 +181,25 @@ def composite(scores: Scores, budget: Budget, method: Composite) -> Sets:
     return [[sorted(head[: counts[layer]]) for head in order[layer]] for layer in range(layers)]
 
 
-@formula(*(Pool(Given(), floor=floor) for floor in (0.0, 0.25, 1.0)))
+def evened(scores: Scores, counts: list[int], least: list[int], order: list[list[int]], groups: int) -> list[int]:
+    """The counts of heads if the layers of a group keep as many as one another, the first ones one more."""
+    layers, heads = len(scores), len(scores[0])
+    groups = min(groups, layers)
+    new = list(least)
+    for group in range(groups):
+        members = [layer for layer in range(layers) if layer * groups // layers == group]
+        total = sum(counts[layer * heads + head] for layer in members for head in range(heads))
+        for place, layer in enumerate(members):
+            parts = range(layer * heads, (layer + 1) * heads)
+            share = total // len(members) + (place < total % len(members)) - sum(least[part] for part in parts)
+            values = dict(zip(parts, scores[layer], strict=True))
+            candidates = [(values[part][e], -e, part) for part in parts for e in order[part][least[part] :]]
+            for _, _, part in sorted(candidates, reverse=True)[: max(share, 0)]:
+                new[part] += 1
+    return new
+
+
+@formula(*(Pool(Given(), floor=floor, groups=groups) for floor in (0.0, 0.25, 1.0) for groups in (0, 1, 2, 3)))
 def pool(scores: Scores, budget: Budget, method: Pool) -> Sets:
     """The best entries of all heads of all layers, some of each in any case; of equal ones the earlier entry."""
     parts = [head for layer in scores for head in layer]
@@ -193,5 +211,7 @@ def pool(scores: Scores, budget: Budget, method: Pool) -> Sets:
     counts = [least] * len(parts)
     for _, _, part in sorted(candidates, reverse=True)[: total - least * len(parts)]:
         counts[part] += 1
+    if method.groups:
+        counts = evened(scores, counts, [least] * len(parts), order, method.groups)
     sets = [sorted(ranking[:count]) for ranking, count in zip(order, counts, strict=True)]
     return [sets[first : first + len(scores[0])] for first in range(0, len(sets), len(scores[0]))]
