@@ -34,7 +34,7 @@ from keepset.hf.layer import LayerState
 from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
 from keepset.hf.model_support import check_model
 from keepset.hf.observed_cache import ObservedCache
-from keepset.hf.progress import Event
+from keepset.hf.progress import Event, Progress
 from keepset.hf.store import StoredObservation
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
@@ -347,24 +347,37 @@ class Cache(ObservedCache):
         self._unfinished.clear()
 
     @torch.no_grad()
-    def compact(self, said: int | None = None) -> None:
+    def compact(self, said: int | None = None, tokens: int | None = None) -> None:
         """Compress all that is held, between two turns, by a recipe with `turns=True`.
 
         The recipe looks at the queries of the turn that ends: of the tokens since the newest compression, or since
-        tokens were taken back. Without such tokens nothing happens.
+        tokens were taken back. Without such tokens nothing is compressed.
 
         Args:
             said: of how many tokens the recipe's share is one; None for all tokens so far.
+            tokens: how many tokens the next turn goes on from, padding included; None for all. Later ones are taken
+                back once all are compressed: a client may continue with another answer than it got.
 
         Raises:
-            KeepsetError: the recipe does not compress between turns, there is no whole prompt yet, or requests of
-                different lengths have no share in common.
+            KeepsetError: the recipe does not compress between turns, there is no whole prompt yet, requests of
+                different lengths have no share in common, or tokens cannot be taken back (as with `crop`). Nothing has
+                changed then.
         """
         if not self.schedule.turns:
             raise KeepsetError(f"{self.recipe} does not compress between turns: add turns=True to it.")
         progress = self.require_prompt()
-        if progress.turn == progress.logical:
-            return
+        if tokens is not None and not 0 < tokens <= progress.logical:
+            raise KeepsetError(
+                f"tokens={tokens} is out of range: the next turn goes on from 1 to {progress.logical} tokens, all that "
+                "the cache has."
+            )
+        removed = 0 if tokens is None else progress.logical - tokens
+        others = self._without_newest(progress, removed)
+        if progress.turn != progress.logical:
+            self._compact(progress, said)
+        self._take_back(removed, others, is_whole=False)
+
+    def _compact(self, progress: Progress, said: int | None) -> None:
         if said is None and len(set(progress.tokens)) > 1 and not isinstance(self.recipe.budget.keep, int):
             raise KeepsetError(
                 "The requests have different lengths, and a share between turns is one of one number of tokens: give "

@@ -31,6 +31,11 @@ class EditableCache(Forwards, TransformersCache):
     _is_changed = False
     """Whether a forward has begun to change the cache, and is not complete."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether neither a forward nor a compression has changed the cache in part."""
+        return not self._is_changed
+
     def require_whole_forward(self) -> None:
         """Check that no forward has changed the cache in part.
 
@@ -79,6 +84,21 @@ class EditableCache(Forwards, TransformersCache):
                 raise KeepsetError("The cache is empty, so no token can be taken back.")
             return
         removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
+        self._take_back(removed, self._without_newest(progress, removed))
+
+    def _without_newest(self, progress: Progress, removed: int) -> list[tuple[Any, dict[str, Any]]]:
+        """Check that the newest tokens can be taken back, and change nothing.
+
+        Args:
+            progress: the cache's.
+            removed: how many tokens, with padding.
+
+        Returns:
+            Layers of transformers' own, each with the attributes that it has without these tokens.
+
+        Raises:
+            KeepsetError: they cannot be taken back.
+        """
         new = progress.logical - (progress.compressed_at or 0)
         if removed > new:
             where = "that it holds" if progress.compressed_at is None else "after the newest compression"
@@ -102,16 +122,25 @@ class EditableCache(Forwards, TransformersCache):
                 "(cache.fork())."
             )
         length = progress.logical - removed
-        unmanaged = [
+        return [
             (layer_cache, cropped(layer_cache, removed, length))
             for layer_cache in self.layers
             if not isinstance(layer_cache, LayerState)
         ]
-        if removed:
-            per_request = progress.crop(removed)
+
+    def _take_back(self, removed: int, others: list[tuple[Any, dict[str, Any]]], is_whole: bool = True) -> None:
+        """Take back the newest tokens.
+
+        Args:
+            removed: how many, with padding.
+            others: from `_without_newest`.
+            is_whole: whether every head still has all of these tokens' entries.
+        """
+        if removed and self.progress is not None:
+            per_request = self.progress.crop(removed)
             for kept in self.managed_layers.values():
-                kept.take_back(removed, per_request, progress.lengths)
-        for layer, attributes in unmanaged:
+                kept.take_back(removed, per_request if is_whole else None, self.progress.lengths)
+        for layer, attributes in others:
             vars(layer).update(attributes)
 
     def activate_past_recording(self) -> None:

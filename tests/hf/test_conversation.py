@@ -14,7 +14,7 @@ from keepset import Conversation
 from keepset.core.edits import edit_of, positions_without
 from tests.hf.models import full, prompt, refusal, tiny
 from tests.hf.models import tokenizer as letters
-from tests.hf.test_turns import ANSWERS, LEFT_OUT, RECIPES, SAID, positions, reference
+from tests.hf.test_turns import ANSWERS, LEFT_OUT, RECIPES, REWORDED, SAID, positions, reference
 from tests.vllm.chats import Positions, replay
 
 WHOLE = "adakv(streaming_llm, keep=1.0, turns=True)"
@@ -87,6 +87,13 @@ def test_what_the_history_does_not_contain_is_dropped(recipe: str, left_out: Any
     check(recipe, left_out=left_out)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_client_may_send_another_answer_than_it_got(recipe: str) -> None:
+    """All that was said is compressed, as if it had sent the same; only the tokens that differ are dropped."""
+    check(recipe, reworded=REWORDED)
+
+
 def test_answers_of_one_token() -> None:
     check(RECIPES[1], answers=1)
 
@@ -134,6 +141,11 @@ def test_edits_forks_and_failures() -> None:
     }
     with pytest.raises(ZeroDivisionError):
         again.say([history[0], message(SAID[4])], **GREEDY, logits_processor=[lambda ids, scores: scores * (1 // 0)])
+    again.say([history[0]], **GREEDY)
+    assert (again.reused, again.computed) == (0, 60)
+    again.cache.observer = lambda *_: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        again.edit([history[0], message(SAID[3])])
     again.say([history[0]], **GREEDY)
     assert (again.reused, again.computed) == (0, 60)
 
