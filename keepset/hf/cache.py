@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -296,11 +295,11 @@ class Cache(ObservedCache):
         model = self._model_ref()
         if model is None:
             raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
-        if os.path.isfile(path) and not force:  # unlike Path.is_file, it takes any name
-            raise KeepsetError(f"{str(path)!r} exists: save to another file, or replace it with force=True.")
+        saved.check_new(path, force)
         name = model.config.name_or_path or "" if model_name is None else model_name
         event = self.events[-1] if self.events else None
-        saved.save(Path(path), self, str(self.recipe), event, model, name, token_ids, opening, joint)
+        text = None if token_ids is None else saved.Text(token_ids, opening, joint)
+        saved.save(Path(path), self, str(self.recipe), event, model, name, text)
 
     def ask(
         self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
@@ -356,12 +355,12 @@ class Cache(ObservedCache):
         Args:
             said: of how many tokens the recipe's share is one; None for all tokens so far.
             tokens: how many tokens the next turn goes on from, padding included; None for all. Later ones are taken
-                back once all are compressed: a client may continue with another answer than it got.
+                back once all are compressed, however many: a client may continue with another answer than it got.
 
         Raises:
             KeepsetError: the recipe does not compress between turns, there is no whole prompt yet, requests of
-                different lengths have no share in common, or tokens cannot be taken back (as with `crop`). Nothing has
-                changed then.
+                different lengths have no share in common, or windows or states of the model cannot take tokens back.
+                Nothing has changed then.
         """
         if not self.schedule.turns:
             raise KeepsetError(f"{self.recipe} does not compress between turns: add turns=True to it.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.core.budget import joined
 from keepset.core.edits import Continuation, Span, continuation_of
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, quoted
+from keepset.hf import saved
 from keepset.hf.cache import Cache
+from keepset.hf.model_support import check_model
 from keepset.recipe import Recipe
 
 _NONE = -1
@@ -119,11 +122,64 @@ class Conversation:
         self._go_on([*self._rendered(messages, add_generation_prompt=False), _NONE], 0)
         self.computed = 0
 
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the conversation into one file, compressed: the newest turn is over in the file, not here.
+
+        Every next turn has the same tokens and entries as here. Only asking again for the newest one is computed anew.
+        The messages are not in the file.
+
+        Args:
+            force: replace a file that is there.
+
+        Raises:
+            KeepsetError: the file exists or cannot be written, nothing was said yet, or the model has layers of a kind
+                that cannot be saved.
+        """
+        if not self._ids:
+            raise KeepsetError("Nothing was said yet, so there is nothing to save: call say() first.")
+        saved.check_new(path, force)
+        over = self.fork().cache
+        over.compact(self._said)
+        said, event = saved.Said(self._ids, self._left_out, self._newest), over.events[-1] if over.events else None
+        model = check_model(self._model)
+        saved.save(Path(path), over, str(over.recipe), event, model, model.config.name_or_path or "", said)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **template: Any
+    ) -> Conversation:
+        """Return the conversation that `save` has written, ready for its next turn.
+
+        Args:
+            model: the model that it was held with; it serves no other.
+            tokenizer: its tokenizer.
+            template: as for a new conversation.
+
+        Raises:
+            KeepsetError: the file is no saved conversation, damaged, of another version or of another model.
+        """
+        context = saved.load(Path(path), check_model(model))
+        if context.said is None:
+            raise KeepsetError(
+                f"{quoted(path)} is a saved context and no conversation: give a file that Conversation.save has "
+                "written, or load it with keepset.Cache.load."
+            )
+        conversation = cls(model, tokenizer, context.recipe, **template)
+        conversation._ids, conversation._left_out, conversation._newest = context.said
+        context.restore(conversation.cache)
+        conversation.cache.events = [] if context.event is None else [context.event]
+        return conversation
+
     def fork(self) -> Conversation:
         """Return an independent copy: what is said to one is not known to the other."""
         copied = copy.copy(self)
         copied.cache, copied._ids = self.cache.fork(), list(self._ids)
         return copied
+
+    @property
+    def _said(self) -> int:
+        """How many tokens were said, without those that the history does not contain any more."""
+        return len(self._ids) - sum(end - first for first, end in self._left_out)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         options: dict[str, Any] = {**self._template, "tokenize": True, "return_dict": False}
@@ -140,7 +196,7 @@ class Conversation:
             prompt: its tokens, of which at least the last is computed.
             new: how many tokens the answer may have.
         """
-        said = len(self._ids) - sum(end - first for first, end in self._left_out)
+        said = self._said
         going_on = continuation_of(self._ids, self._left_out, self._newest, prompt, 0)
         tokens, matched = going_on.tokens, going_on.matched
         has_room = self._has_room(tokens + len(prompt) - matched + new, len(prompt) + new)

@@ -84,6 +84,13 @@ class EditableCache(Forwards, TransformersCache):
                 raise KeepsetError("The cache is empty, so no token can be taken back.")
             return
         removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
+        new = progress.logical - (progress.compressed_at or 0)
+        if removed > new:
+            where = "that it holds" if progress.compressed_at is None else "after the newest compression"
+            raise KeepsetError(
+                f"Only the {new} tokens {where} can be taken back, not {removed}: take fewer back, or go "
+                "on from a copy made before them (cache.fork())."
+            )
         self._take_back(removed, self._without_newest(progress, removed))
 
     def _without_newest(self, progress: Progress, removed: int) -> list[tuple[Any, dict[str, Any]]]:
@@ -97,15 +104,8 @@ class EditableCache(Forwards, TransformersCache):
             Layers of transformers' own, each with the attributes that it has without these tokens.
 
         Raises:
-            KeepsetError: they cannot be taken back.
+            KeepsetError: a layer cannot take them back.
         """
-        new = progress.logical - (progress.compressed_at or 0)
-        if removed > new:
-            where = "that it holds" if progress.compressed_at is None else "after the newest compression"
-            raise KeepsetError(
-                f"Only the {new} tokens {where} can be taken back, not {removed}: take fewer back, or go "
-                "on from a copy made before them (cache.fork())."
-            )
         if removed and self._looks_at_prompt:
             raise KeepsetError(
                 "Tokens of an incomplete prompt cannot be taken back, because the recipe has collected more from them "

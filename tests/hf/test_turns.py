@@ -256,8 +256,6 @@ def test_refusals() -> None:
     cache.compact()
     with refusal("after the newest compression"):
         cache.crop(20)
-    with refusal("after the newest compression"):
-        cache.compact(tokens=20)
     mixed = keepset.Cache(tiny("gemma3"), "snapkv(window=8, keep=9, turns=True)")
     generate(tiny("gemma3"), prompt(1, 60), mixed, max_new_tokens=2)
     before = positions(mixed)
