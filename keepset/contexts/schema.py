@@ -94,7 +94,8 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
         layout: types and shapes of its tensors, by name.
         recipe: the recipe by which the entries were compressed.
     """
-    method, goes_on = recipe.method, recipe.schedule.every is not None
+    schedule = recipe.schedule
+    method, goes_on = recipe.method, schedule.every is not None and not schedule.turns
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
     allowed = {*_ENTRIES, *method.traits.state_names, *sums} | (

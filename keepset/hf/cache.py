@@ -85,11 +85,6 @@ class Cache(ObservedCache):
             _say_once(why)
         self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
-        if self.recipe.schedule.turns and self.recipe.schedule.every is not None:
-            raise KeepsetError(
-                f"{self.recipe} compresses between turns and while decoding, and under transformers a cache does one "
-                "of them: leave turns=True or every= out."
-            )
         for kind in self.recipe.budget.kinds:
             require_image_tokens(model, kind)
         needs = self.recipe.method.traits.needs
@@ -388,6 +383,8 @@ class Cache(ObservedCache):
             for layer in self.managed_layers.values():
                 if (last := layer.end_turn(progress.lengths, progress.valid)) is not None:
                     self._observe_event(layer, last)
+        for layer in self.managed_layers.values():
+            layer.collector.begin_turn(progress.logical, progress.lengths)
         progress.turn, self._is_changed = progress.logical, False
 
     def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:

@@ -107,7 +107,7 @@ class Saved(NamedTuple):
         if cache.schedule.turns:  # the queries of a turn that had not ended are not in the file
             self.progress.turn = self.progress.logical
             for kept in cache.managed_layers.values():
-                kept.collector = Collector(cache.needs, turns=True)
+                kept.collector = Collector(cache.needs, every=cache.schedule.every, turns=True)
                 kept.collector.begin_turn(self.progress.logical, self.progress.lengths)
         elif cache.schedule.every is None or self.next_event is None:
             cache.stop_watching()
@@ -178,7 +178,7 @@ def save(
     }
     come_to = {
         **{figure: getattr(progress, figure) for figure in ("logical", "prompt", "compressed_at")},
-        "next_event": None if collector.next == NEVER else collector.next,
+        "next_event": None if collector.next == NEVER or collector.turns else collector.next,
     }
     metadata = metadata_of(recipe, name, fingerprint(model), come_to, len(cache.layers))
     if event is not None:

@@ -18,7 +18,7 @@ from keepset.core.edits import edit_of, positions_without
 from tests.hf.damage import File, damaged
 from tests.hf.models import full, prompt, refusal, tiny
 from tests.hf.models import tokenizer as letters
-from tests.hf.test_turns import ANSWERS, LEFT_OUT, RECIPES, REWORDED, SAID, positions, reference
+from tests.hf.test_turns import ANSWERS, EVERY, LEFT_OUT, RECIPES, REWORDED, SAID, positions, reference
 from tests.vllm.chats import Positions, replay
 
 WHOLE = "adakv(streaming_llm, keep=1.0, turns=True)"
@@ -102,6 +102,13 @@ def test_what_the_history_does_not_contain_is_dropped(recipe: str, left_out: Any
 def test_a_client_may_send_another_answer_than_it_got(recipe: str) -> None:
     """All that was said is compressed, as if it had sent the same; only the tokens that differ are dropped."""
     check(recipe, reworded=REWORDED)
+
+
+def test_a_long_answer_is_compressed_while_it_is_decoded(tmp_path: Path) -> None:
+    """Also from file to file. A turn that has lost entries since is computed anew if it is asked for again."""
+    check(EVERY[2], file=tmp_path / "chat")
+    chat, history = conversation(EVERY[2]), [message(SAID[0])]
+    assert chat.say(history, **GREEDY) == chat.say(history, **GREEDY) and chat.reused == 0
 
 
 def test_answers_of_one_token() -> None:

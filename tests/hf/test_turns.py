@@ -117,16 +117,38 @@ def test_a_turn_may_go_on_from_a_part_of_the_answer(recipe: str) -> None:
     check(recipe, reworded=REWORDED)
 
 
+EVERY = [
+    "snapkv(window=8, keep=40, every=5, turns=True)",
+    "adakv(snapkv(window=8), keep=40, every=5, turns=True)",
+    "pool(snapkv(window=8), keep=40, every=4, turns=True)",
+    "expected_attention(buffer=5, skip=0, keep=40, every=5, turns=True)",
+    "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=40, every=5, turns=True)",
+    "r_kv(window=4, kernel=3, keep=40, every=5, turns=True)",
+    "adakv(knorm, keep=40, every=11, turns=True)",
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", [{}, {"left_out": LEFT_OUT}, {"reworded": REWORDED}], ids=str)
+@pytest.mark.parametrize("recipe", EVERY)
+def test_a_long_answer_is_compressed_while_it_is_decoded(recipe: str, case: Any) -> None:
+    check(recipe, **case)
+
+
+@pytest.mark.parametrize("every", ["", "every=4, "])
 @torch.no_grad()
-def test_tokens_are_taken_back_from_each_request_of_a_batch() -> None:
+def test_tokens_are_taken_back_from_each_request_of_a_batch(every: str) -> None:
     """Each row has what its request has alone, though its heads had dropped some of these tokens already."""
     model, (ids, mask), more = tiny("llama"), padded_prompt([0, 5], 40), prompt(2, 9, 3)
 
     def kept(rows: slice, padding: int) -> list[list[int]]:
-        cache = keepset.Cache(model, "adakv(snapkv(window=8), keep=20, turns=True)")
+        cache = keepset.Cache(model, f"adakv(snapkv(window=8), keep=20, {every}turns=True)")
         feed(model, cache, ids[rows, padding:], mask[rows, padding:])
         cache.compact(40, 30 - padding)
-        feed(model, cache, more[rows], extended(mask[rows, padding:30], 39 - padding))
+        for new in more[rows].split([1, 2, 3, 3], 1):  # the answer begins after the first
+            length = cache.get_seq_length() + new.shape[1]
+            feed(model, cache, new, extended(mask[rows, padding:30], length))
+        assert [event.length + padding for event in cache.events] == [40, *([35, 39] if every else [])]
         heads = [layer.store.padded() for layer in cache.managed_layers.values()]
         return [
             [columns["positions"][i, head][real[i, head]].tolist() for columns, real in heads for head in range(2)]
@@ -136,7 +158,7 @@ def test_tokens_are_taken_back_from_each_request_of_a_batch() -> None:
     batch = kept(slice(0, 2), 0)
     assert batch == kept(slice(0, 1), 0) + kept(slice(1, 2), 5)
     for length, heads in zip((30, 25), batch, strict=True):
-        assert all(head[-9:] == list(range(length, length + 9)) and len(head) < 39 for head in heads)
+        assert every or all(head[-9:] == list(range(length, length + 9)) and len(head) < 39 for head in heads)
 
 
 @pytest.mark.few(1)
@@ -238,8 +260,6 @@ def test_quantised_entries_are_left_out(recipe: str) -> None:
 
 def test_refusals() -> None:
     model, ids = tiny("llama"), prompt(1, 20)
-    with refusal("leave turns=True or every= out"):
-        keepset.Cache(model, "snapkv(window=8, keep=20, every=8, turns=True)")
     cache = keepset.Cache(model, "snapkv(window=8, keep=9)")
     with refusal("add turns=True"):
         cache.compact()

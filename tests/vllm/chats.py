@@ -63,10 +63,10 @@ def replay(
             del ids[length:]
         ids += added
         prompt = len(ids)
-        turns.append(ask(oracle, ids, gone, length, answers))
+        turns.append(ask(oracle, ids, gone, length, answers, recipe))
         if number in again:
             take_back(oracle, prompt - 1)  # all but the prompt's last token is still there
-            turns.append(ask(oracle, ids, gone, prompt - 1, answers))
+            turns.append(ask(oracle, ids, gone, prompt - 1, answers, recipe))
         ids += turns[-1].answer
         length = len(ids) - 1  # the last token is not fed
     return turns
@@ -85,14 +85,19 @@ def take_back(oracle: Oracle, length: int) -> None:
                     del numbers[position]
 
 
-def ask(oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: int) -> ChatTurn:
-    """Answer a prompt, of which the first `length` tokens were fed."""
+def ask(
+    oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: int, recipe: Recipe | None = None
+) -> ChatTurn:
+    """Answer a prompt, of which the first `length` tokens were fed; the recipe may have an `every`."""
+    every = None if recipe is None else recipe.schedule.every
     begins_with = {index: [list(head.positions) for head in layer.heads] for index, layer in enumerate(oracle._layers)}
     said, done = list(ids), length
     for _ in range(answers):
         best, _ = oracle._forward(said, done, len(said) - 1)
         done = len(said)
         said.append(int(best[-1]))
+        if recipe is not None and every is not None and done > len(ids) and (done - len(ids)) % every == 0:
+            compact(oracle, recipe, done, done - len(gone), len(ids))
     prompt = [token for position, token in enumerate(ids) if position not in gone]
     return ChatTurn(prompt, said[len(ids) :], length - len(gone), begins_with)
 
@@ -103,7 +108,7 @@ def compact(oracle: Oracle, recipe: Recipe, length: int, said: int, prompt: int)
     if isinstance(budget.keep, float):
         always = budget.sinks + budget.recent
         budget = replace(budget, keep=max(int(budget.keep * said + 1e-9), always, 1))
-    event = Recipe(recipe.written, budget, Schedule(every=1 << 20))
+    event = Recipe(recipe.written, budget, Schedule(every=recipe.schedule.every or 1 << 20))
     observations = [oracle._observe(event, index, layer, length, prompt) for index, layer in enumerate(oracle._layers)]
     chosen = event.method.select_all(observations, budget)
     for index, layer in enumerate(oracle._layers):
