@@ -55,6 +55,15 @@ def default_recipe(model: str, called: str, otherwise: str) -> Default:
     return Default(Recipe.parse(otherwise), f"{_TAKEN} {otherwise}, because {lack_of_networks(called)}")
 
 
+def default_for_chats(model: str) -> str:
+    """Return the default recipe for conversations with a model (`model.config.name_or_path`).
+
+    Raises:
+        KeepsetError: the statistics cannot be read.
+    """
+    return CHATTED_NETWORKS if has_networks(model) else CHATTED
+
+
 def lack_of_networks(called: str) -> str:
     """Return a sentence, without its capital letter: a model has no networks, and how to make them."""
     return (

@@ -30,7 +30,7 @@ from keepset.errors import KeepsetError, RecipeError, quoted
 from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short
 
-FORMAT = 8
+FORMAT = 9
 """Version of the file's format; raise it with every change to what is written."""
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
 FILE = TensorFile(

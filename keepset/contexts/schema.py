@@ -28,6 +28,9 @@ from keepset.recipe import Recipe
 LAYER = "layers."
 STATE = "states."
 """The prefix of the names of a layer's recurrent and convolution states."""
+SAID = {"said.ids": 1, "said.left_out": 2, "said.newest": 0}
+"""Tensors of a conversation, and their dimensions: the token at each position, the spans of positions that its history
+does not contain any more, and how many of the other tokens are the newest prompt."""
 FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
 """Figures of an event, as the file has them."""
 _ENTRIES, _SCALES = set(ENTRIES), set(SCALES.values())
@@ -62,12 +65,16 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
         _require(_of(layout, "images", torch.int64)[1:] == (3,))
     if "offsets" in layout:
         _require(_of(layout, "offsets", torch.int64) == (requests, 1))
+    if SAID.keys() & layout.keys():
+        shapes = {name: _of(layout, name, torch.int64) for name in SAID}
+        _require(requests == 1 and all(len(shape) == SAID[name] for name, shape in shapes.items()))
+        _require(shapes["said.ids"] == (metadata["progress"]["logical"],) and shapes["said.left_out"][1] == 2)
     layers: dict[int, dict[str, TensorLocation]] = defaultdict(dict)
     for name, location in layout.items():
         if match := re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name):
             layers[int(match[1])][match[2]] = location
         else:
-            _require(name in ("lengths", "prompts", "seen", "images", "offsets"))
+            _require(name in ("lengths", "prompts", "seen", "images", "offsets", *SAID))
     # Some layers of hybrids, such as experts, hold nothing.
     _require(max(layers, default=-1) < metadata["layers"] <= _MAX_LAYERS)
     for tensors in layers.values():
@@ -87,7 +94,8 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
         layout: types and shapes of its tensors, by name.
         recipe: the recipe by which the entries were compressed.
     """
-    method, goes_on = recipe.method, recipe.schedule.every is not None
+    schedule = recipe.schedule
+    method, goes_on = recipe.method, schedule.every is not None and not schedule.turns
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
     allowed = {*_ENTRIES, *method.traits.state_names, *sums} | (
@@ -121,6 +129,20 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
     tokens = tensors["seen"].sum(-1) if "seen" in tensors else torch.full_like(lengths, logical)
     _require(torch.equal(tokens, lengths))
+
+
+def check_said(tensors: Mapping[str, Tensor], vocabulary: int) -> None:
+    """Check what was said in a conversation. `check_header` must have passed.
+
+    Args:
+        tensors: those of `SAID`.
+        vocabulary: how many tokens the model knows.
+    """
+    ids, left_out, newest = (tensors[name] for name in SAID)
+    _require(bool(((ids >= 0) & (ids < vocabulary)).all()))
+    edges = left_out.flatten()  # spans are apart, and in order
+    _require(bool((edges.diff() > 0).all() and (edges >= 0).all() and (edges <= len(ids)).all()))
+    _require(0 <= int(newest) <= len(ids) - int((left_out[:, 1] - left_out[:, 0]).sum()))
 
 
 def check_images(images: Int[Tensor, "images 3"], lengths: Int[Tensor, " requests"]) -> None:

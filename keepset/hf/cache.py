@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +33,7 @@ from keepset.hf.layer import LayerState
 from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
 from keepset.hf.model_support import check_model
 from keepset.hf.observed_cache import ObservedCache
-from keepset.hf.progress import Event
+from keepset.hf.progress import Event, Progress
 from keepset.hf.store import StoredObservation
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
@@ -86,11 +85,6 @@ class Cache(ObservedCache):
             _say_once(why)
         self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
-        if self.recipe.schedule.turns and self.recipe.schedule.every is not None:
-            raise KeepsetError(
-                f"{self.recipe} compresses between turns and while decoding, and under transformers a cache does one "
-                "of them: leave turns=True or every= out."
-            )
         for kind in self.recipe.budget.kinds:
             require_image_tokens(model, kind)
         needs = self.recipe.method.traits.needs
@@ -296,11 +290,11 @@ class Cache(ObservedCache):
         model = self._model_ref()
         if model is None:
             raise KeepsetError("The model of this cache is gone: keep it until the cache is saved.")
-        if os.path.isfile(path) and not force:  # unlike Path.is_file, it takes any name
-            raise KeepsetError(f"{str(path)!r} exists: save to another file, or replace it with force=True.")
+        saved.check_new(path, force)
         name = model.config.name_or_path or "" if model_name is None else model_name
         event = self.events[-1] if self.events else None
-        saved.save(Path(path), self, str(self.recipe), event, model, name, token_ids, opening, joint)
+        text = None if token_ids is None else saved.Text(token_ids, opening, joint)
+        saved.save(Path(path), self, str(self.recipe), event, model, name, text)
 
     def ask(
         self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
@@ -347,24 +341,37 @@ class Cache(ObservedCache):
         self._unfinished.clear()
 
     @torch.no_grad()
-    def compact(self, said: int | None = None) -> None:
+    def compact(self, said: int | None = None, tokens: int | None = None) -> None:
         """Compress all that is held, between two turns, by a recipe with `turns=True`.
 
         The recipe looks at the queries of the turn that ends: of the tokens since the newest compression, or since
-        tokens were taken back. Without such tokens nothing happens.
+        tokens were taken back. Without such tokens nothing is compressed.
 
         Args:
             said: of how many tokens the recipe's share is one; None for all tokens so far.
+            tokens: how many tokens the next turn goes on from, padding included; None for all. Later ones are taken
+                back once all are compressed, however many: a client may continue with another answer than it got.
 
         Raises:
-            KeepsetError: the recipe does not compress between turns, there is no whole prompt yet, or requests of
-                different lengths have no share in common.
+            KeepsetError: the recipe does not compress between turns, there is no whole prompt yet, requests of
+                different lengths have no share in common, or windows or states of the model cannot take tokens back.
+                Nothing has changed then.
         """
         if not self.schedule.turns:
             raise KeepsetError(f"{self.recipe} does not compress between turns: add turns=True to it.")
         progress = self.require_prompt()
-        if progress.turn == progress.logical:
-            return
+        if tokens is not None and not 0 < tokens <= progress.logical:
+            raise KeepsetError(
+                f"tokens={tokens} is out of range: the next turn goes on from 1 to {progress.logical} tokens, all that "
+                "the cache has."
+            )
+        removed = 0 if tokens is None else progress.logical - tokens
+        others = self._without_newest(progress, removed)
+        if progress.turn != progress.logical:
+            self._compact(progress, said)
+        self._take_back(removed, others, is_whole=False)
+
+    def _compact(self, progress: Progress, said: int | None) -> None:
         if said is None and len(set(progress.tokens)) > 1 and not isinstance(self.recipe.budget.keep, int):
             raise KeepsetError(
                 "The requests have different lengths, and a share between turns is one of one number of tokens: give "
@@ -376,6 +383,8 @@ class Cache(ObservedCache):
             for layer in self.managed_layers.values():
                 if (last := layer.end_turn(progress.lengths, progress.valid)) is not None:
                     self._observe_event(layer, last)
+        for layer in self.managed_layers.values():
+            layer.collector.begin_turn(progress.logical, progress.lengths)
         progress.turn, self._is_changed = progress.logical, False
 
     def leave_out(self, spans: Sequence[tuple[int, int]]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.core.budget import joined
-from keepset.core.edits import Span, edit_of, positions_without
-from keepset.errors import KeepsetError
+from keepset.core.edits import Continuation, Span, continuation_of
+from keepset.errors import KeepsetError, quoted
+from keepset.hf import saved
 from keepset.hf.cache import Cache
+from keepset.hf.model_support import check_model
 from keepset.recipe import Recipe
 
 _NONE = -1
@@ -27,7 +30,8 @@ class Conversation:
 
     - Nothing is compressed while a turn is answered. When the next one begins, all that was said is compressed. A share
       is one of all tokens that were said.
-    - A turn that is asked for again, or answered otherwise, goes on with the entries that it had.
+    - A turn that is asked for again goes on with the entries that it had.
+    - Its answer may come back in other words or tokens. That turn is over, too, and what differs is computed.
     - What the history does not contain any more is dropped. Nothing is computed again, and what came after it keeps its
       positions.
     - A history that differs before the newest turn is computed anew.
@@ -66,6 +70,8 @@ class Conversation:
         """The token at each position of the cache."""
         self._left_out: tuple[Span, ...] = ()
         """Spans of positions without entries, because the history does not contain them any more."""
+        self._newest = 0
+        """How many of the other tokens are the newest turn's prompt."""
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +108,7 @@ class Conversation:
             raise
         sequence = getattr(output, "sequences", output)[0].tolist()
         self._ids = sequence[: self.cache.get_seq_length()]  # the last token was not fed
+        self._newest = len(prompt)
         return str(self._tokenizer.decode(sequence[ids.shape[1] :], skip_special_tokens=True))
 
     def edit(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -115,11 +122,64 @@ class Conversation:
         self._go_on([*self._rendered(messages, add_generation_prompt=False), _NONE], 0)
         self.computed = 0
 
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the conversation into one file, compressed: the newest turn is over in the file, not here.
+
+        Every next turn has the same tokens and entries as here. Only asking again for the newest one is computed anew.
+        The messages are not in the file.
+
+        Args:
+            force: replace a file that is there.
+
+        Raises:
+            KeepsetError: the file exists or cannot be written, nothing was said yet, or the model has layers of a kind
+                that cannot be saved.
+        """
+        if not self._ids:
+            raise KeepsetError("Nothing was said yet, so there is nothing to save: call say() first.")
+        saved.check_new(path, force)
+        over = self.fork().cache
+        over.compact(self._said)
+        said, event = saved.Said(self._ids, self._left_out, self._newest), over.events[-1] if over.events else None
+        model = check_model(self._model)
+        saved.save(Path(path), over, str(over.recipe), event, model, model.config.name_or_path or "", said)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **template: Any
+    ) -> Conversation:
+        """Return the conversation that `save` has written, ready for its next turn.
+
+        Args:
+            model: the model that it was held with; it serves no other.
+            tokenizer: its tokenizer.
+            template: as for a new conversation.
+
+        Raises:
+            KeepsetError: the file is no saved conversation, damaged, of another version or of another model.
+        """
+        context = saved.load(Path(path), check_model(model))
+        if context.said is None:
+            raise KeepsetError(
+                f"{quoted(path)} is a saved context and no conversation: give a file that Conversation.save has "
+                "written, or load it with keepset.Cache.load."
+            )
+        conversation = cls(model, tokenizer, context.recipe, **template)
+        conversation._ids, conversation._left_out, conversation._newest = context.said
+        context.restore(conversation.cache)
+        conversation.cache.events = [] if context.event is None else [context.event]
+        return conversation
+
     def fork(self) -> Conversation:
         """Return an independent copy: what is said to one is not known to the other."""
         copied = copy.copy(self)
         copied.cache, copied._ids = self.cache.fork(), list(self._ids)
         return copied
+
+    @property
+    def _said(self) -> int:
+        """How many tokens were said, without those that the history does not contain any more."""
+        return len(self._ids) - sum(end - first for first, end in self._left_out)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         options: dict[str, Any] = {**self._template, "tokenize": True, "return_dict": False}
@@ -136,39 +196,39 @@ class Conversation:
             prompt: its tokens, of which at least the last is computed.
             new: how many tokens the answer may have.
         """
-        positions = positions_without(self._left_out, len(self._ids))
-        edit = edit_of([self._ids[position] for position in positions], prompt, 0)
-        is_over = edit.end == len(positions)
-        tokens = len(self._ids) if is_over else positions[edit.end - 1] + 1 if edit.end else 0
-        spans = [(positions[first], positions[end - 1] + 1) for first, end in edit.left_out]
-        matched = edit.matched
+        said = self._said
+        going_on = continuation_of(self._ids, self._left_out, self._newest, prompt, 0)
+        tokens, matched = going_on.tokens, going_on.matched
         has_room = self._has_room(tokens + len(prompt) - matched + new, len(prompt) + new)
-        if self._ids and not (has_room and self._take(tokens, spans, is_over, len(positions))):
+        if self._ids and not (has_room and self._take(going_on, said)):
             tokens = matched = 0
             self._begin_anew()
-        self._left_out = joined([*(span for span in self._left_out if span[0] < tokens), *spans]) if tokens else ()
+        before = [span for span in self._left_out if span[0] < tokens]
+        self._left_out = joined([*before, *going_on.left_out]) if tokens else ()
         del self._ids[tokens:]
-        self.reused, self.computed, self.dropped = matched, len(prompt) - matched, len(positions) - matched
+        self._newest = min(self._newest, matched)
+        self.reused, self.computed, self.dropped = matched, len(prompt) - matched, said - matched
 
-    def _take(self, tokens: int, left_out: Sequence[Span], is_over: bool, said: int) -> bool:
-        """Return whether the cache could go on from so many tokens.
+    def _take(self, going_on: Continuation, said: int) -> bool:
+        """Return whether the cache could go on.
 
         Args:
-            tokens: how many of its tokens it goes on from.
-            left_out: spans of positions that are dropped.
-            is_over: whether the newest turn is over, so that all is compressed first.
+            going_on: from which of its tokens.
             said: how many tokens were said.
         """
-        if not tokens:
+        if not going_on.tokens:
             return False
-        if is_over:
-            self.cache.compact(said)
         try:
-            if not is_over:
-                self.cache.crop(tokens)
-            self.cache.leave_out(left_out)
-        except KeepsetError:  # the past has changed, or the model has states that have read it
-            return False
+            if going_on.is_over:
+                self.cache.compact(said, going_on.tokens)
+            else:
+                self.cache.crop(going_on.tokens)
+            self.cache.leave_out(going_on.left_out)
+        except BaseException as error:
+            if isinstance(error, KeepsetError) and self.cache.is_whole:
+                return False  # the past has changed, or the model has states that have read it
+            self._begin_anew()
+            raise
         return True
 
     def _has_room(self, positions: int, alone: int) -> bool:
@@ -183,4 +243,4 @@ class Conversation:
 
     def _begin_anew(self) -> None:
         self.cache = Cache(self._model, self.cache.recipe)
-        self._ids, self._left_out = [], ()
+        self._ids, self._left_out, self._newest = [], (), 0

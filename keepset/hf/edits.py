@@ -31,6 +31,11 @@ class EditableCache(Forwards, TransformersCache):
     _is_changed = False
     """Whether a forward has begun to change the cache, and is not complete."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether neither a forward nor a compression has changed the cache in part."""
+        return not self._is_changed
+
     def require_whole_forward(self) -> None:
         """Check that no forward has changed the cache in part.
 
@@ -86,6 +91,21 @@ class EditableCache(Forwards, TransformersCache):
                 f"Only the {new} tokens {where} can be taken back, not {removed}: take fewer back, or go "
                 "on from a copy made before them (cache.fork())."
             )
+        self._take_back(removed, self._without_newest(progress, removed))
+
+    def _without_newest(self, progress: Progress, removed: int) -> list[tuple[Any, dict[str, Any]]]:
+        """Check that the newest tokens can be taken back, and change nothing.
+
+        Args:
+            progress: the cache's.
+            removed: how many tokens, with padding.
+
+        Returns:
+            Layers of transformers' own, each with the attributes that it has without these tokens.
+
+        Raises:
+            KeepsetError: a layer cannot take them back.
+        """
         if removed and self._looks_at_prompt:
             raise KeepsetError(
                 "Tokens of an incomplete prompt cannot be taken back, because the recipe has collected more from them "
@@ -102,16 +122,25 @@ class EditableCache(Forwards, TransformersCache):
                 "(cache.fork())."
             )
         length = progress.logical - removed
-        unmanaged = [
+        return [
             (layer_cache, cropped(layer_cache, removed, length))
             for layer_cache in self.layers
             if not isinstance(layer_cache, LayerState)
         ]
-        if removed:
-            per_request = progress.crop(removed)
+
+    def _take_back(self, removed: int, others: list[tuple[Any, dict[str, Any]]], is_whole: bool = True) -> None:
+        """Take back the newest tokens.
+
+        Args:
+            removed: how many, with padding.
+            others: from `_without_newest`.
+            is_whole: whether every head still has all of these tokens' entries.
+        """
+        if removed and self.progress is not None:
+            per_request = self.progress.crop(removed)
             for kept in self.managed_layers.values():
-                kept.take_back(removed, per_request, progress.lengths)
-        for layer, attributes in unmanaged:
+                kept.take_back(removed, per_request if is_whole else None, self.progress.lengths)
+        for layer, attributes in others:
             vars(layer).update(attributes)
 
     def activate_past_recording(self) -> None:

@@ -245,16 +245,19 @@ class LayerState(LogicalLayer):
         """Return whether the newest `removed` tokens can be forgotten."""
         return self.collector.can_take_back(self.logical - removed)
 
-    def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
+    def take_back(self, removed: int, per_request: list[int] | None, lengths: Int[Tensor, " batch"]) -> None:
         """Forget the newest tokens.
 
         Args:
             removed: how many, with padding.
-            per_request: how many of each request, without padding.
+            per_request: how many of each request, without padding; None if heads do not have entries of all of them.
             lengths: tokens of each request that are left.
         """
         if self.store is not None:
-            self.store.crop(per_request)
+            if per_request is None:
+                self.store.crop_to(lengths)
+            else:
+                self.store.crop(per_request)
             self.logical -= removed
             self.collector.crop(self.logical, lengths, self.store)
 

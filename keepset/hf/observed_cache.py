@@ -331,6 +331,8 @@ class ObservedCache(EditableCache, KnowsText):
         assert progress is not None and progress.positions is not None
         new.positions, new.cache_valid = progress.positions.to(new.key.device), progress.valid
         new.start, new.end = layer.logical, layer.logical + new.positions.shape[1]
+        if progress.turn == new.start:
+            layer.collector.expect_answer(progress.prompt)
         if self._hooks is not None and layer.collector.looks_at(new):
             new.layer_input = self._hooks.layer_input(new)
             new.rotation = new.layer_input.rotation

@@ -339,6 +339,7 @@ class Progress:
         self.tokens = [before - taken for before, taken in zip(self.tokens, real, strict=True)]
         self.prompt_tokens = list(map(min, self.prompt_tokens, self.tokens))
         self.logical -= removed
+        self.compressed_at = None if self.compressed_at is None else min(self.compressed_at, self.logical)
         if self.turn is not None:
             self.turn = self.prompt = self.logical
         self.known = None if self.known is None else self.known.first(self.logical)

@@ -48,12 +48,13 @@ class Collector:
         prompt: tokens of a prompt that is compressed, padding included; None if there is none.
         every: tokens from one event to the next after the prompt; None if there are no such events.
         next_event: logical length of the first event after the prompt.
-        turns: whether events come between turns instead, wherever `end_turn` says.
+        turns: whether events come between turns, too, wherever `end_turn` says. Then the others count from the newest
+            turn's prompt.
 
     Attributes:
         prompt: as given, until the prompt is complete.
-        next: logical length of the next event after the prompt; every token so far lies before it. `NEVER` if there is
-            none.
+        next: logical length of the next event after the prompt; every token so far lies before it. `NEVER` if none is
+            known.
         span: how many tokens before that event are looked at, the last one included; `NEVER` for all tokens.
         turns: as given.
         recorder: records the queries before it; None if there is none.
@@ -70,12 +71,12 @@ class Collector:
         self.needs, self.prompt, self._every, self.turns = needs, prompt, every or 0, turns
         self.next, self.span = NEVER, 0
         self.recorder: QueryRecorder | None = None
-        if every:
+        if turns:
+            self.recorder = QueryRecorder(needs, every, turns=True)
+            self.span = NEVER if self.recorder.reach else 1  # any token may be the turn's last
+        elif every:
             self.next, self.recorder = next_event, QueryRecorder(needs, every)
             self.span = max(self.recorder.reach, 1)
-        elif turns:
-            self.recorder = QueryRecorder(needs, None)
-            self.span = NEVER if self.recorder.reach else 0  # any token may be the turn's last
         self._window, self._accumulators = QueryWindow(), Accumulators(() if prompt is None else needs)
 
     @property
@@ -110,13 +111,10 @@ class Collector:
             return (new if new.end >= self.prompt else None), None
         if self.recorder is None:
             return None, None
-        if self.turns:
-            self.recorder.hold(new)
+        if new.end < self.next:
+            self.record(new, store)
             return None, None
         assert store is not None
-        if new.end < self.next:
-            self.recorder.record(new, store, self.next)
-            return None, None
         point = new.end - (new.end - self.next) % self._every
         up_to_event, after = new.split(point)
         if after is not None:
@@ -124,7 +122,7 @@ class Collector:
         if self.next < point:  # inputs that were collected for skipped events are not needed
             self.recorder.forget(store)
             self.next = point
-        self.recorder.record(up_to_event, store, point)
+        self.record(up_to_event, store)
         self.recorder.add_up(up_to_event, store, point, point, up_to_event.lengths)
         return up_to_event, after
 
@@ -167,7 +165,7 @@ class Collector:
                 "state": state,
             }
             queries, features = self.recorder.take(up_to_event, state)  # takes its columns out of the state
-            self.next += self._every
+            self.next += self._every if self.next < NEVER else 0
             return {**parts, **queries, "features": features}
         if store is None:
             parts = {"keys": up_to_event.key, "values": up_to_event.value}
@@ -205,7 +203,12 @@ class Collector:
             lengths: tokens of each request.
         """
         assert self.recorder is not None
+        self.next = NEVER
         self.recorder.begin_turn(length, lengths)
+
+    def expect_answer(self, prompt: int) -> None:
+        """Say at which logical length a turn's prompt ends, from which its events count."""
+        self.next = prompt + self._every if self._every else NEVER
 
     def record(self, new: AttentionInput, store: EntryStore | None) -> None:
         """Record queries for the next event after the prompt.
@@ -214,7 +217,9 @@ class Collector:
             new: the tokens.
             store: the layer's entries; None while the prompt is not complete.
         """
-        if self.recorder is not None:
+        if self.recorder is not None and self.turns:
+            self.recorder.hold(new)
+        elif self.recorder is not None:
             self.recorder.record(new, store, self.next)
 
     def can_take_back(self, end: int) -> bool:
@@ -261,19 +266,21 @@ class QueryRecorder:
 
     Args:
         needs: the method's inputs.
-        every: tokens from event to event; None if events come between turns, which look at their own turn's queries.
+        every: tokens from event to event; None if there are only events between turns.
+        turns: whether there are such events. All events then look at the queries of their own turn, which are held
+            until the turn ends.
 
     Attributes:
         reach: how many of the newest queries before an event are needed.
         newest: how many of them the event reads themselves.
         window: queries that wait, or that the event needs themselves.
         moments: moments of the queries that do not wait any more.
-        added_up_to: logical length up to which queries are summed.
+        added_up_to: logical length up to which queries are summed, or at which the turn began.
     """
 
-    def __init__(self, needs: Needs, every: int | None) -> None:
-        features = self._features = RecordedFeatures.of(needs, every, turns=every is None)
-        self.reach, self._summed, self._every = features.reach(), features.summed(), every
+    def __init__(self, needs: Needs, every: int | None, turns: bool = False) -> None:
+        features = self._features = RecordedFeatures.of(needs, every, turns)
+        self.reach, self._summed, self._every, self._turns = features.reach(), features.summed(), every or 0, turns
         self.newest = features.newest
         self._windows = {feature: features.window(feature) for feature in features.added_up}
         self._rotated = bool(features.moments)
@@ -344,8 +351,9 @@ class QueryRecorder:
         newest, padded = self.newest, new.padded
         queries = self.window.newest(newest)
         self.moments, self._few = {}, None
-        self._lengths = self._lengths if padded else None
-        self.window.keep(0 if self._every is None else newest if padded else newest - self._every)
+        if not self._turns:
+            self._lengths = self._lengths if padded else None
+            self.window.keep(newest if padded else newest - self._every)
         return queries, features
 
     def forget(self, store: EntryStore) -> None:
@@ -361,7 +369,7 @@ class QueryRecorder:
             end: the logical length that would be left.
             point: logical length at the next event.
         """
-        return end >= self.added_up_to or end <= point - self._summed
+        return self._turns or end >= self.added_up_to or end <= point - self._summed
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
         """Forget the newest queries.
@@ -371,7 +379,7 @@ class QueryRecorder:
             lengths: tokens of each request that are left.
             store: the layer's entries.
         """
-        if self._every is None:
+        if self._turns:
             self.begin_turn(end, lengths)
             return
         if end < self.added_up_to:
@@ -480,6 +488,8 @@ class QueryRecorder:
                 source = new.layer_input.rotated_by(self.window.rotation(queries.shape[2]))
                 chunk = Chunk(queries, list, at, exists, new.softmax, source=source)
                 feature.add(self.moments.setdefault(feature, Moments()), chunk)
+        if self._turns:  # the turn's end may look at the same queries
+            return
         shifted = holes or new.padded
         # A copy, since a view would keep a whole forward's positions.
         self.added_up_to, self._lengths = end, lengths.clone() if shifted else None

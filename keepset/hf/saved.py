@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from transformers.cache_utils import (
 from keepset.contexts import schema
 from keepset.contexts.file import FILE, ContextReader, metadata_of, opened, write
 from keepset.contexts.fingerprint import difference, fingerprint, text_digest
-from keepset.contexts.schema import FIGURES, LAYER, STATE
+from keepset.contexts.schema import FIGURES, LAYER, SAID, STATE
 from keepset.contexts.weights import BY_REQUEST, adapters_digest, device_of
 from keepset.core.budget import Ranges
 from keepset.core.files import below
@@ -34,6 +35,41 @@ from keepset.hf.query_recorder import NEVER, Collector
 from keepset.recipe import Recipe
 
 
+class Text(NamedTuple):
+    """The text of a context of one request, by which a server finds its file.
+
+    Attributes:
+        ids: its tokens.
+        opening: how many of them every message begins with.
+        joint: tokens between the text and a question.
+    """
+
+    ids: Sequence[int]
+    opening: int
+    joint: Sequence[int]
+
+
+class Said(NamedTuple):
+    """What was said in a conversation.
+
+    Attributes:
+        ids: the token at each position.
+        left_out: spans of positions that its history does not contain any more, apart and in order.
+        newest: how many of the other tokens are the newest turn's prompt.
+    """
+
+    ids: list[int]
+    left_out: Ranges
+    newest: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file has of it."""
+        left_out = torch.tensor(self.left_out, dtype=torch.long).view(-1, 2)
+        ids, newest = (torch.tensor(part, dtype=torch.long) for part in (self.ids, self.newest))
+        return dict(zip(SAID, (ids, left_out, newest), strict=True))
+
+
 class Saved(NamedTuple):
     """A context that was loaded, on its model's devices.
 
@@ -46,6 +82,7 @@ class Saved(NamedTuple):
         offsets: the differences between the model's positions and numbers of tokens, if they are not 0.
         layers: the tensors of each layer.
         adapters: the digest of the adapters with which the model has read its tokens.
+        said: what was said, if it is a conversation.
     """
 
     path: Path
@@ -56,6 +93,7 @@ class Saved(NamedTuple):
     offsets: Int[Tensor, "requests 1"] | None
     layers: list[dict[str, Tensor]]
     adapters: frozenset[str]
+    said: Said | None
 
     def restore(self, cache: ObservedCache) -> None:
         """Put the context into an empty cache of its recipe, except for the event.
@@ -69,7 +107,7 @@ class Saved(NamedTuple):
         if cache.schedule.turns:  # the queries of a turn that had not ended are not in the file
             self.progress.turn = self.progress.logical
             for kept in cache.managed_layers.values():
-                kept.collector = Collector(cache.needs, turns=True)
+                kept.collector = Collector(cache.needs, every=cache.schedule.every, turns=True)
                 kept.collector.begin_turn(self.progress.logical, self.progress.lengths)
         elif cache.schedule.every is None or self.next_event is None:
             cache.stop_watching()
@@ -90,9 +128,7 @@ def save(
     event: Event | None,
     model: PreTrainedModel,
     name: str,
-    tokens: Sequence[int] | None,
-    opening: int,
-    joint: Sequence[int],
+    text: Text | Said | None = None,
 ) -> None:
     """Write what a cache holds into a file.
 
@@ -101,9 +137,7 @@ def save(
         event: the newest event; None if there was none.
         model: the cache's model.
         name: the name or folder by which the model is found.
-        tokens: token ids of the text, if a server is to find the file by them; else None.
-        opening: how many of them every message begins with.
-        joint: tokens between the text and a question.
+        text: the tokens, if the file is to have them.
 
     Raises:
         KeepsetError: the cache holds no whole prompt, or another number of tokens, or tokens of other adapters, or has
@@ -115,9 +149,9 @@ def save(
             "The cache holds tokens that the model has read with other adapters than are in use now: set them as they "
             "were to save it, or make a new cache."
         )
-    if tokens is not None and (len(progress.lengths), progress.logical) != (1, len(tokens)):
+    if text is not None and (len(progress.lengths), progress.logical) != (1, len(text.ids)):
         raise KeepsetError(
-            f"token_ids are {len(tokens)}, and the cache has {progress.logical} tokens of {len(progress.lengths)} "
+            f"token_ids are {len(text.ids)}, and the cache has {progress.logical} tokens of {len(progress.lengths)} "
             "requests: give those of its only request."
         )
     collector = next(iter(cache.managed_layers.values())).collector
@@ -130,6 +164,8 @@ def save(
         tensors["images"] = torch.tensor(images, dtype=torch.long)
     if isinstance(offsets := cache.position_offsets, Tensor) and bool(offsets.any()):
         tensors["offsets"] = offsets
+    if isinstance(text, Said):
+        tensors |= text.tensors
     for index, layer in enumerate(cache.layers):
         tensors |= {f"{LAYER}{index}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
     for kept in [] if keep_set is None else map(keep_set.layer, keep_set.layers):
@@ -142,13 +178,14 @@ def save(
     }
     come_to = {
         **{figure: getattr(progress, figure) for figure in ("logical", "prompt", "compressed_at")},
-        "next_event": None if collector.next == NEVER else collector.next,
+        "next_event": None if collector.next == NEVER or collector.turns else collector.next,
     }
     metadata = metadata_of(recipe, name, fingerprint(model), come_to, len(cache.layers))
     if event is not None:
         metadata["event"] = {figure: getattr(event, figure) for figure in FIGURES}
-    if tokens is not None:
-        metadata |= {"text": text_digest(tokens), "opening": list(tokens[:opening]), "joint": list(joint)}
+    if isinstance(text, Text):
+        opening = list(text.ids[: text.opening])
+        metadata |= {"text": text_digest(text.ids), "opening": opening, "joint": list(text.joint)}
     write(path, metadata, tensors)
 
 
@@ -169,7 +206,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
             raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
         requests = {name: reader.tensor(name) for name in _REQUESTS if name in file}
         schema.check_lengths(metadata, requests)
-        images = _images(reader, requests["lengths"], model)
+        images, said = _images(reader, requests["lengths"], model), _said(reader, model)
         offsets = reader.tensor("offsets").to(device) if "offsets" in file else None
         layers = [reader.part(f"{LAYER}{index}.") for index in range(metadata["layers"])]
         for index, layer in enumerate(layers):
@@ -195,7 +232,37 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     saved_text = SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
     progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=saved_text, images=images)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
-    return Saved(path, recipe, progress, newest, next_event, offsets, layers, frozenset({adapters_digest(model)}))
+    adapters = frozenset({adapters_digest(model)})
+    return Saved(path, recipe, progress, newest, next_event, offsets, layers, adapters, said)
+
+
+def check_new(path: str | Path, force: bool) -> None:
+    """Refuse to replace a file.
+
+    Args:
+        path: the file that is to be written.
+        force: whether it may be replaced.
+
+    Raises:
+        KeepsetError: it exists.
+    """
+    if os.path.isfile(path) and not force:  # unlike Path.is_file, it takes any name
+        raise KeepsetError(f"{str(path)!r} exists: save to another file, or replace it with force=True.")
+
+
+def _said(reader: ContextReader, model: PreTrainedModel) -> Said | None:
+    """Read what was said; None if the file is no conversation.
+
+    Args:
+        reader: an open file.
+        model: knows the tokens.
+    """
+    if not all(name in reader.file for name in SAID):
+        return None
+    tensors = {name: reader.tensor(name) for name in SAID}
+    schema.check_said(tensors, model.config.get_text_config(decoder=True).vocab_size)
+    ids, left_out, newest = (tensors[name] for name in SAID)
+    return Said(ids.tolist(), tuple((first, end) for first, end in left_out.tolist()), int(newest))
 
 
 def _images(

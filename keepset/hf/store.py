@@ -343,10 +343,18 @@ class EntryStore:
 
     def crop(self, removed: Sequence[int]) -> None:
         """Drop the newest entries of every head, a given number for each request."""
-        by_head = [count for count in removed for _ in range(self.kv_heads)]
+        self._crop([count for count in removed for _ in range(self.kv_heads)])
+
+    def crop_to(self, lengths: Int[Tensor, " batch"]) -> None:
+        """Drop the entries of tokens behind each request's first `lengths`, of which a head need not have all."""
+        positions = self.columns.rectangle("positions", (self.batch, self.kv_heads))
+        gone = self.exists & (positions >= lengths.to(positions.device)[:, None, None])
+        self._crop(gone.sum(-1).flatten().tolist())
+
+    def _crop(self, by_head: list[int]) -> None:
         self.columns.crop(by_head)
-        if self.residual is None and len(set(removed)) == 1:
-            self.heads.grown -= removed[0]
+        if self.residual is None and len(set(by_head)) == 1:
+            self.heads.grown -= by_head[0]
             return
         self._moved()
         if self.residual is not None:

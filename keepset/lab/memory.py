@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.budget import TEXT
 from keepset.hf.cache import Cache
+from keepset.hf.conversation import Conversation
 from keepset.hf.other_layers import is_bounded, nbytes_of
 from keepset.kernels.packed import SLACK
 from keepset.recipe import Recipe
@@ -153,3 +154,13 @@ def growing_nbytes(cache: DynamicCache) -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory was insufficient. PyTorch has several such errors."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def chat_status(conversation: Conversation) -> str:
+    """Return what the newest turn of a conversation has computed, and what its cache holds, for a person."""
+    cache = conversation.cache
+    held, full = (f"{nbytes / 1e6:.1f} MB" for nbytes in (cache.nbytes_entries, cache.nbytes_full))
+    return (
+        f"{conversation.computed} tokens of the history computed, {conversation.reused} not again, "
+        f"{conversation.dropped} dropped; {held} of keys and values, of {full} in a full cache"
+    )

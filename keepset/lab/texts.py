@@ -4,7 +4,8 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,3 +228,43 @@ def json_lines(text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
         except (ValueError, RecursionError):
             value = None
         yield number, value if isinstance(value, dict) else None
+
+
+class TextStreamer:
+    """Passes on what `model.generate` generates as soon as it can be decoded, without the prompt, which comes first.
+
+    Args:
+        tokenizer: decodes it.
+        write: takes one piece of the text after another.
+
+    Attributes:
+        ids: the generated tokens.
+        first: when the first of them came, by `time.perf_counter`; None before.
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self._prompt_seen, self._written = False, ""
+        self.ids: list[int] = []
+        self.first: float | None = None
+
+    def put(self, value: Any) -> None:
+        """Take the prompt, then one token after another."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        self.first = self.first or time.perf_counter()
+        self.ids += value.flatten().tolist()
+        self._pass_on(final=False)
+
+    def end(self) -> None:
+        """Pass on the rest."""
+        self._pass_on(final=True)
+
+    def _pass_on(self, final: bool) -> None:
+        text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
+        # The last character may be half of one until its next token comes.
+        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return
+        self._write(text[len(self._written) :])
+        self._written = text

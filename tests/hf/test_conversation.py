@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import random
+import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from keepset import Conversation
+from keepset import Cache, Conversation, KeepsetError
 from keepset.core.edits import edit_of, positions_without
+from tests.hf.damage import File, damaged
 from tests.hf.models import full, prompt, refusal, tiny
 from tests.hf.models import tokenizer as letters
-from tests.hf.test_turns import ANSWERS, LEFT_OUT, RECIPES, SAID, positions, reference
+from tests.hf.test_turns import ANSWERS, EVERY, LEFT_OUT, RECIPES, REWORDED, SAID, positions, reference
 from tests.vllm.chats import Positions, replay
 
 WHOLE = "adakv(streaming_llm, keep=1.0, turns=True)"
@@ -47,8 +51,11 @@ def ids_of(text: str) -> list[int]:
     return [int(number) for number in text.split()]
 
 
-def check(recipe: str, answers: int = ANSWERS, **options: Any) -> None:
-    """Compare with the reference, which goes on head by head, what is said, computed and kept."""
+def check(recipe: str, answers: int = ANSWERS, file: Path | None = None, **options: Any) -> None:
+    """Compare with the reference, which goes on head by head, what is said, computed and kept.
+
+    If there is a file, each turn is saved to it, and the next one is that of the conversation that was loaded.
+    """
     turns = replay(reference(), recipe, SAID, answers, **options)
     chat, begin = conversation(recipe), list[Positions]()
     hook = chat._model.register_forward_pre_hook(
@@ -61,6 +68,9 @@ def check(recipe: str, answers: int = ANSWERS, **options: Any) -> None:
             assert ids_of(answer) == turn.answer
             assert (chat.reused, chat.computed) == (turn.reused, len(turn.prompt) - turn.reused)
             assert begin[0] == turn.begins_with
+            if file is not None:
+                chat.save(file, force=True)
+                chat = Conversation.load(file, chat._model, Numbers())  # type: ignore[arg-type]
     finally:
         hook.remove()
 
@@ -85,6 +95,20 @@ NESTED = {2: [(70, 80)], 3: [(64, 90)]}
 @pytest.mark.parametrize("recipe", [RECIPES[2], *(pytest.param(text, marks=pytest.mark.full) for text in RECIPES[3:])])
 def test_what_the_history_does_not_contain_is_dropped(recipe: str, left_out: Any) -> None:
     check(recipe, left_out=left_out)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_client_may_send_another_answer_than_it_got(recipe: str) -> None:
+    """All that was said is compressed, as if it had sent the same; only the tokens that differ are dropped."""
+    check(recipe, reworded=REWORDED)
+
+
+def test_a_long_answer_is_compressed_while_it_is_decoded(tmp_path: Path) -> None:
+    """Also from file to file. A turn that has lost entries since is computed anew if it is asked for again."""
+    check(EVERY[2], file=tmp_path / "chat")
+    chat, history = conversation(EVERY[2]), [message(SAID[0])]
+    assert chat.say(history, **GREEDY) == chat.say(history, **GREEDY) and chat.reused == 0
 
 
 def test_answers_of_one_token() -> None:
@@ -136,6 +160,82 @@ def test_edits_forks_and_failures() -> None:
         again.say([history[0], message(SAID[4])], **GREEDY, logits_processor=[lambda ids, scores: scores * (1 // 0)])
     again.say([history[0]], **GREEDY)
     assert (again.reused, again.computed) == (0, 60)
+    again.cache.observer = lambda *_: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        again.edit([history[0], message(SAID[3])])
+    again.say([history[0]], **GREEDY)
+    assert (again.reused, again.computed) == (0, 60)
+
+
+@pytest.mark.parametrize("case", [{}, {"left_out": NESTED}, {"reworded": REWORDED}], ids=str)
+@pytest.mark.parametrize("recipe", [RECIPES[2], *(pytest.param(text, marks=pytest.mark.full) for text in RECIPES[3:])])
+def test_a_saved_conversation_goes_on(recipe: str, case: Any, tmp_path: Path) -> None:
+    """From turn to turn, and whatever its client does, as one that was not saved."""
+    check(recipe, file=tmp_path / "chat", **case)
+
+
+def test_what_a_file_of_a_conversation_has_and_lacks(tmp_path: Path) -> None:
+    """In the file the newest turn is over, and asked for again it is computed anew. Here it is not."""
+    chat, path = conversation("quantized(snapkv(window=8), bits=4, bytes=0.25, turns=True)"), tmp_path / "chat"
+    with refusal("Nothing was said yet"):
+        chat.save(path)
+    history = [message(SAID[0] + SAID[2])]
+    answer = chat.say(history, **GREEDY)
+    before = positions(chat.cache)
+    chat.save(path)
+    with refusal("replace it with force=True"):
+        chat.save(path)
+    assert positions(chat.cache) == before
+    loaded = Conversation.load(path, chat._model, Numbers())  # type: ignore[arg-type]
+    assert loaded.nbytes < chat.nbytes / 2 and loaded.cache.share <= 0.3
+    assert positions(Cache.load(path, chat._model)) == positions(loaded.cache)  # it is a context like any other
+    assert chat.say(history, **GREEDY) == loaded.say(history, **GREEDY) == answer
+    assert (chat.reused, loaded.reused) == (99, 0)
+    chat.edit([message(SAID[0])])  # part of a turn, which has no end
+    chat.save(path, force=True)
+    assert len(Conversation.load(path, chat._model, Numbers())._ids) == 60  # type: ignore[arg-type]
+
+
+def test_files_that_are_no_conversations(tmp_path: Path) -> None:
+    chat, path = conversation(RECIPES[1]), tmp_path / "chat"
+
+    def load(model: str = "llama") -> Conversation:
+        return Conversation.load(path, tiny(model), Numbers())  # type: ignore[arg-type]
+
+    history = [message(SAID[0])]
+    history.append(message(ids_of(chat.say(history, **GREEDY))))
+    chat.edit([message(SAID[0][:20] + SAID[0][30:]), history[1]])
+    chat.cache.save(path)
+    with refusal("a saved context and no conversation"):
+        load()
+    chat.save(path, force=True)
+    with refusal("of another model"):
+        load("qwen2")
+    content, expected = path.read_bytes(), (chat._ids, chat._left_out, chat._newest)
+    file, unnoticed = File.of(content), 0
+    for name, numbers in {
+        "said.ids": [[-1] * 71, [10**6] * 71],
+        "said.left_out": [[20, 20], [30, 20], [-1, 9], [20, 72]],
+        "said.newest": [[-1], [62]],
+    }.items():
+        kind, shape, _ = file.tensors[name]
+        for wrong in numbers:
+            part = struct.pack(f"<{len(wrong)}q", *wrong)
+            path.write_bytes(replace(file, tensors={**file.tensors, name: (kind, shape, part)}, sealed=True).content)
+            with refusal("is damaged"):
+                load()
+    for seed in range(60):
+        path.write_bytes(damaged(content, random.Random(seed))[1])
+        try:
+            found = load()
+        except KeepsetError as error:
+            assert "\n" not in str(error) and str(error).endswith(".")
+        else:
+            unnoticed += 1
+            assert len(found._ids) == len(expected[0])
+            found.say([message(SAID[0])], **{**GREEDY, "max_new_tokens": 1})
+    path.write_bytes(content)
+    assert (load()._ids, load()._left_out, load()._newest) == expected and unnoticed < 30
 
 
 def test_positions_that_are_used_up() -> None:

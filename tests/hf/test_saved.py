@@ -157,7 +157,7 @@ def test_what_a_file_says_of_itself(path: Path) -> None:
     header, metadata = context_files.header(path), File.of(path.read_bytes()).metadata
     name = tiny("llama").config.name_or_path
     assert (header.recipe, header.model, header.tokens) == (RECIPES["head-ragged"], name, 30)
-    assert (metadata["format"], metadata["keepset"]) == (8, keepset.__version__)
+    assert (metadata["format"], metadata["keepset"]) == (9, keepset.__version__)
     assert [entry.name for entry in path.parent.iterdir()] == ["context"]
 
 
@@ -178,7 +178,7 @@ FOREIGN = safetensors.torch.save({"weight": torch.zeros(3)})
         *((content, "is damaged or no saved context: give a file that") for content in (b"", b"words", b"\xff" * 100)),
         (FOREIGN, "is no saved context: give a file that"),
         (None, "There is no file"),
-        *(({"format": version}, f"has format {version} of saved contexts, and this") for version in (7, 9)),
+        *(({"format": version}, f"has format {version} of saved contexts, and this") for version in (8, 10)),
         *(({name: value}, "is damaged: build it again") for name, value in CHANGES),
     ],
 )

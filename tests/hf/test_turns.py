@@ -51,9 +51,10 @@ def follow(
     answers: int = ANSWERS,
     again: Sequence[int] = (),
     left_out: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    reworded: Mapping[int, int] | None = None,
 ) -> list[tuple[list[int], Positions]]:
     """The answers of a conversation, and the entries that each turn begins with; arguments are those of `replay`."""
-    model, ids, gone, turns = tiny("llama"), list[int](), 0, []
+    model, ids, gone, turns, asked = tiny("llama"), list[int](), 0, [], 0
 
     def ask() -> list[int]:
         turns.append({} if cache.progress is None else positions(cache))
@@ -63,11 +64,15 @@ def follow(
     found = []
     for number, added in enumerate(new):
         if number:
-            cache.compact(len(ids) - 1 - gone)
+            said, goes_on = len(ids) - 1 - gone, (reworded or {}).get(number)
+            if goes_on is not None:
+                del ids[asked + goes_on :]
+            cache.compact(said, None if goes_on is None else len(ids))
         spans = (left_out or {}).get(number, ())
         cache.leave_out(spans)
         gone += sum(end - first for first, end in spans)
         ids += added
+        asked = len(ids)
         answer = ask()
         found.append((answer, turns[-1]))
         if number in again:
@@ -100,6 +105,60 @@ def test_a_turn_that_is_asked_for_again_is_answered_alike(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES[2:])
 def test_what_is_left_out_is_dropped(recipe: str) -> None:
     check(recipe, left_out=LEFT_OUT)
+
+
+REWORDED = {1: 0, 2: 9, 4: 3}
+"""How many tokens of an answer a client continues with before these turns."""
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_turn_may_go_on_from_a_part_of_the_answer(recipe: str) -> None:
+    check(recipe, reworded=REWORDED)
+
+
+EVERY = [
+    "snapkv(window=8, keep=40, every=5, turns=True)",
+    "adakv(snapkv(window=8), keep=40, every=5, turns=True)",
+    "pool(snapkv(window=8), keep=40, every=4, turns=True)",
+    "expected_attention(buffer=5, skip=0, keep=40, every=5, turns=True)",
+    "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=40, every=5, turns=True)",
+    "r_kv(window=4, kernel=3, keep=40, every=5, turns=True)",
+    "adakv(knorm, keep=40, every=11, turns=True)",
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", [{}, {"left_out": LEFT_OUT}, {"reworded": REWORDED}], ids=str)
+@pytest.mark.parametrize("recipe", EVERY)
+def test_a_long_answer_is_compressed_while_it_is_decoded(recipe: str, case: Any) -> None:
+    check(recipe, **case)
+
+
+@pytest.mark.parametrize("every", ["", "every=4, "])
+@torch.no_grad()
+def test_tokens_are_taken_back_from_each_request_of_a_batch(every: str) -> None:
+    """Each row has what its request has alone, though its heads had dropped some of these tokens already."""
+    model, (ids, mask), more = tiny("llama"), padded_prompt([0, 5], 40), prompt(2, 9, 3)
+
+    def kept(rows: slice, padding: int) -> list[list[int]]:
+        cache = keepset.Cache(model, f"adakv(snapkv(window=8), keep=20, {every}turns=True)")
+        feed(model, cache, ids[rows, padding:], mask[rows, padding:])
+        cache.compact(40, 30 - padding)
+        for new in more[rows].split([1, 2, 3, 3], 1):  # the answer begins after the first
+            length = cache.get_seq_length() + new.shape[1]
+            feed(model, cache, new, extended(mask[rows, padding:30], length))
+        assert [event.length + padding for event in cache.events] == [40, *([35, 39] if every else [])]
+        heads = [layer.store.padded() for layer in cache.managed_layers.values()]
+        return [
+            [columns["positions"][i, head][real[i, head]].tolist() for columns, real in heads for head in range(2)]
+            for i in range(len(more[rows]))
+        ]
+
+    batch = kept(slice(0, 2), 0)
+    assert batch == kept(slice(0, 1), 0) + kept(slice(1, 2), 5)
+    for length, heads in zip((30, 25), batch, strict=True):
+        assert every or all(head[-9:] == list(range(length, length + 9)) and len(head) < 39 for head in heads)
 
 
 @pytest.mark.few(1)
@@ -201,8 +260,6 @@ def test_quantised_entries_are_left_out(recipe: str) -> None:
 
 def test_refusals() -> None:
     model, ids = tiny("llama"), prompt(1, 20)
-    with refusal("leave turns=True or every= out"):
-        keepset.Cache(model, "snapkv(window=8, keep=20, every=8, turns=True)")
     cache = keepset.Cache(model, "snapkv(window=8, keep=9)")
     with refusal("add turns=True"):
         cache.compact()
@@ -210,6 +267,8 @@ def test_refusals() -> None:
     with refusal("whole prompt"):
         cache.compact()
     generate(model, ids, cache, max_new_tokens=2)
+    with refusal("the next turn goes on from 1 to 21 tokens"):
+        cache.compact(tokens=22)
     with refusal("is no span of tokens"):
         cache.leave_out([(3, 22)])
     with refusal("Assisted generation"):
@@ -218,7 +277,11 @@ def test_refusals() -> None:
     with refusal("after the newest compression"):
         cache.crop(20)
     mixed = keepset.Cache(tiny("gemma3"), "snapkv(window=8, keep=9, turns=True)")
-    generate(tiny("gemma3"), ids, mixed, max_new_tokens=2)
+    generate(tiny("gemma3"), prompt(1, 60), mixed, max_new_tokens=2)
+    before = positions(mixed)
+    with refusal("cannot take back 60 tokens"):
+        mixed.compact(tokens=1)
+    assert positions(mixed) == before and not mixed.events
     mixed.compact()
     with refusal("have read all tokens"):
         mixed.leave_out([(3, 5)])

@@ -65,10 +65,10 @@ def replay(
             del ids[length:]
         ids += added
         prompt = len(ids)
-        turns.append(ask(oracle, ids, gone, length, answers))
+        turns.append(ask(oracle, ids, gone, length, answers, recipe))
         if number in again:
             take_back(oracle, prompt - 1)  # all but the prompt's last token is still there
-            turns.append(ask(oracle, ids, gone, prompt - 1, answers))
+            turns.append(ask(oracle, ids, gone, prompt - 1, answers, recipe))
         ids += turns[-1].answer
         length = len(ids) - 1  # the last token is not fed
     return turns
@@ -87,8 +87,11 @@ def take_back(oracle: Oracle, length: int) -> None:
                     del numbers[position]
 
 
-def ask(oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: int) -> ChatTurn:
-    """Answer a prompt, of which the first `length` tokens were fed."""
+def ask(
+    oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: int, recipe: Recipe | None = None
+) -> ChatTurn:
+    """Answer a prompt, of which the first `length` tokens were fed; the recipe may have an `every`."""
+    every = None if recipe is None else recipe.schedule.every
     begins_with = {
         index: [list(head.positions) for head in layer.heads]
         for index, layer in enumerate(oracle._layers)
@@ -99,18 +102,20 @@ def ask(oracle: Oracle, ids: list[int], gone: set[int], length: int, answers: in
         best, _ = oracle._forward(said, done, len(said) - 1)
         done = len(said)
         said.append(int(best[-1]))
+        if recipe is not None and every is not None and done > len(ids) and (done - len(ids)) % every == 0:
+            compact(oracle, recipe, done, done - len(gone), len(ids))
     prompt = [token for position, token in enumerate(ids) if position not in gone]
     return ChatTurn(prompt, said[len(ids) :], length - len(gone), begins_with)
 
 
-def compact(oracle: Oracle, recipe: Recipe, length: int, said: int, prompt: int, system: int) -> None:
+def compact(oracle: Oracle, recipe: Recipe, length: int, said: int, prompt: int, system: int = 0) -> None:
     """Drop what the recipe does not keep of all that was said: a share is one of these tokens."""
     budget = budget_of(recipe, oracle._layers[0].heads[0].keys.shape[-1])
     budget = replace(budget, protect=[[0, system]]) if system else budget
     if isinstance(budget.keep, float):
         always = budget.sinks + budget.recent
         budget = replace(budget, keep=max(int(budget.keep * said + 1e-9), always, 1))
-    event = Recipe(recipe.written, budget, Schedule(every=1 << 20))
+    event = Recipe(recipe.written, budget, Schedule(every=recipe.schedule.every or 1 << 20))
     compressed = {index: layer for index, layer in enumerate(oracle._layers) if layer.window is None}
     observations = [oracle._observe(event, index, layer, length, prompt) for index, layer in compressed.items()]
     chosen = event.method.select_all(observations, budget)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from keepset.defaults import CHATTED, CHATTED_NETWORKS, has_networks
+from keepset.defaults import CHATTED, CHATTED_NETWORKS, default_for_chats
 from keepset.errors import KeepsetError
 from keepset.lab.cli.checks import check_fits_context, given_text
-from keepset.lab.cli.console import load, megabytes, note
+from keepset.lab.cli.console import load, note
 from keepset.lab.cli.options import ModelOptions, OutputTokens, SamplingSeed, Temperature, takes_options
 from keepset.lab.cli.streaming import Sampling, Streamer
 
@@ -54,10 +54,11 @@ def chat(options: ChatOptions) -> None:
     import torch
 
     from keepset.hf.conversation import Conversation
+    from keepset.lab.memory import chat_status
 
     loaded, tokenizer = load(options.source)
     if requested is None:
-        text = CHATTED_NETWORKS if has_networks(loaded.config.name_or_path or "") else CHATTED
+        text = default_for_chats(loaded.config.name_or_path or "")
         note(f"No recipe is named, so the default is taken: {text}.")
         requested = Recipe.parse(text)
     conversation = Conversation(loaded, tokenizer, requested)
@@ -75,7 +76,7 @@ def chat(options: ChatOptions) -> None:
         else:
             history.append({"role": "user", "content": given_text("The message", line)})
         history.append({"role": "assistant", "content": _answer(conversation, loaded, tokenizer, history, sampling)})
-        note(_status(conversation))
+        note(chat_status(conversation))
 
 
 def _lines() -> Iterator[str]:
@@ -107,13 +108,3 @@ def _answer(
     answer = conversation.say(history, streamer=Streamer(tokenizer), **options)
     print(flush=True)
     return answer
-
-
-def _status(conversation: "Conversation") -> str:
-    """Return what the newest turn has computed, and what the cache holds."""
-    cache = conversation.cache
-    return (
-        f"{conversation.computed} tokens of the history computed, {conversation.reused} not again, "
-        f"{conversation.dropped} dropped; {megabytes(cache.nbytes_entries)} of keys and values, of "
-        f"{megabytes(cache.nbytes_full)} in a full cache"
-    )

@@ -8,6 +8,7 @@ from keepset.errors import KeepsetError
 from keepset.lab.cli.checks import check_least, check_whole
 from keepset.lab.cli.console import beating, megabytes
 from keepset.lab.cli.grid import sanitize
+from keepset.lab.texts import TextStreamer
 
 _SHOWN = 50_000
 """The fewest bytes that show in a figure of megabytes."""
@@ -76,32 +77,8 @@ def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampl
     )
 
 
-class Streamer:
-    """Prints text as soon as it can be decoded, without the prompt, which comes first."""
+class Streamer(TextStreamer):
+    """Prints text as soon as it can be decoded."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._prompt_seen, self._printed = False, ""
-        self.ids: list[int] = []
-        self.first: float | None = None
-
-    def put(self, value: Any) -> None:
-        """Take the prompt, then one token after another."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        self.first = self.first or time.perf_counter()
-        self.ids += value.flatten().tolist()
-        self._print(final=False)
-
-    def end(self) -> None:
-        """Print the rest."""
-        self._print(final=True)
-
-    def _print(self, final: bool) -> None:
-        text = self._tokenizer.decode(self.ids, skip_special_tokens=True)
-        # The last character may be half of one until its next token comes.
-        if not final and text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return
-        print(sanitize(text[len(self._printed) :]), end="", flush=True)
-        self._printed = text
+        super().__init__(tokenizer, lambda text: print(sanitize(text), end="", flush=True))

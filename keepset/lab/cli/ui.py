@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from keepset.defaults import default_for_chats
 from keepset.errors import KeepsetError
 from keepset.lab.cli.checks import offered_recipes, say_networks
 from keepset.lab.cli.console import load, note, say
@@ -31,7 +32,8 @@ def ui(options: UiOptions) -> None:
     """Open a playground in the browser.
 
     A page on this machine shows what a recipe keeps of a text, and of an image before it if the model looks at images,
-    and what the full and the compressed cache answer. One run at a time; Ctrl-C ends it.
+    and what the full and the compressed cache answer. It is also a chat like that of keepset chat. One run at a time;
+    Ctrl-C ends it.
     """
     if not 0 <= options.port < 2**16:
         raise KeepsetError(f"--port {options.port} is out of range: use a number from 0 to {2**16 - 1}.")
@@ -55,6 +57,7 @@ def ui(options: UiOptions) -> None:
         "recipes": recipes,
         "methods": methods,
         "image": 0 if processor is None else IMAGE_BYTES,
+        "chat": default_for_chats(loaded.config.name_or_path or ""),
     }
     with PlaygroundServer(options.port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")

@@ -20,10 +20,11 @@ function costs(side) {
   id(`${side}-cost`).textContent = parts.join(" · ");
 }
 
-const status = (text, failed = false) => {
-  id("status").textContent = text;
-  id("status").classList.toggle("failed", failed);
+const tell = (name) => (text, failed = false) => {
+  id(name).textContent = text;
+  id(name).classList.toggle("failed", failed);
 };
+const status = tell("status"), chatStatus = tell("chat-status");
 
 function take(event) {
   if (event.error) return status(event.error, true);
@@ -99,10 +100,29 @@ async function image() {
   return btoa(text);
 }
 
-async function run() {
+function busy(now) {
+  for (const name of ["run", "say", "again", "undo"]) id(name).disabled = now;
+  for (const name of ["stop", "chat-stop"]) id(name).hidden = !now;
+}
+
+// Posts what `body` returns, and takes the events of the answer.
+async function post(path, body, take, status) {
   running = new AbortController();
-  id("run").disabled = true;
-  id("stop").hidden = false;
+  busy(true);
+  status("Starting …");
+  try {
+    const headers = { "Content-Type": "application/json" };
+    const response = await fetch(path, { method: "POST", headers, body: JSON.stringify(await body()), signal: running.signal });
+    if (response.ok) for await (const event of events(response)) take(event);
+    else status(await response.text(), true);
+  } catch (error) {
+    if (error instanceof RangeError) status(error.message, true);
+    else status(running.signal.aborted ? "Stopped." : "The server does not answer: is keepset ui still running?", !running.signal.aborted);
+  }
+  busy(false);
+}
+
+async function run() {
   id("result").hidden = true;
   [shares, drawn, told] = [[], [], { full: {}, compressed: {} }];
   for (const side of SIDES) id(`${side}-reply`).replaceChildren();
@@ -110,19 +130,48 @@ async function run() {
   id("compressed-name").textContent = recipe();
   id("verdict").textContent = "";
   id("verdict").className = "";
-  status("Starting …");
-  try {
-    const body = { text: id("input").value, question: id("question").value, recipe: recipe(), budget: id("budget").value, image: await image() };
-    const headers = { "Content-Type": "application/json" };
-    const response = await fetch("/run", { method: "POST", headers, body: JSON.stringify(body), signal: running.signal });
-    if (response.ok) for await (const event of events(response)) take(event);
-    else status(await response.text(), true);
-  } catch (error) {
-    if (error instanceof RangeError) status(error.message, true);
-    else status(running.signal.aborted ? "Stopped." : "The server does not answer: is keepset ui still running?", !running.signal.aborted);
+  const body = async () => ({ text: id("input").value, question: id("question").value, recipe: recipe(), budget: id("budget").value, image: await image() });
+  await post("/run", body, take, status);
+}
+
+// The chat: the messages so far, the user's and the model's in turn. The server has the same conversation, and finds out
+// itself what a history goes on with.
+let said = [];
+
+// Answers the last message. If that fails, the message goes back to where it was written.
+async function say(text) {
+  const reply = el("p", { className: "reply" }), cost = el("p", { className: "note" });
+  const question = el("p", { className: "reply said" }, visible(text));
+  id("messages").append(el("div", {}, question, reply, cost));
+  let done = false;
+  const takeTurn = (event) => {
+    if (event.error) return chatStatus(event.error, true);
+    if (event.text) reply.append(visible(event.text));
+    chatStatus("Answering …");
+    if (event.answer === undefined) return;
+    said.push(text, event.answer);
+    [reply.textContent, cost.textContent, done] = [visible(event.answer), event.status, true];
+    chatStatus("");
+  };
+  await post("/chat", () => ({ history: [...said, text] }), takeTurn, chatStatus);
+  if (done) return;
+  id("messages").lastChild.remove();
+  id("message").value ||= text;
+}
+
+// Takes the newest turn back, and returns its message.
+function undone() {
+  if (!said.length) return void chatStatus("Nothing was said yet: write a message.", true);
+  id("messages").lastChild.remove();
+  return said.splice(-2)[0];
+}
+
+function show(mode) {
+  for (const button of document.querySelectorAll("[data-mode]")) {
+    const chosen = button.dataset.mode === mode;
+    button.setAttribute("aria-pressed", String(chosen));
+    id(button.dataset.mode).hidden = !chosen;
   }
-  id("run").disabled = false;
-  id("stop").hidden = true;
 }
 
 id("model").textContent = data.model;
@@ -144,7 +193,17 @@ id("recipe").addEventListener("input", choose);
 choose();
 fillScale();
 id("form").addEventListener("submit", (event) => { event.preventDefault(); run(); });
-id("stop").addEventListener("click", () => running.abort());
+for (const name of ["stop", "chat-stop"]) id(name).addEventListener("click", () => running.abort());
+for (const button of document.querySelectorAll("[data-mode]")) button.addEventListener("click", () => show(button.dataset.mode));
+id("chat-recipe").textContent = data.chat;
+id("chat-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = id("message").value;
+  id("message").value = "";
+  say(text);
+});
+id("again").addEventListener("click", () => { const text = undone(); if (text !== undefined) say(text); });
+id("undo").addEventListener("click", undone);
 for (const button of document.querySelectorAll("[data-copy]")) {
   button.addEventListener("click", async () => {
     await navigator.clipboard.writeText(id(button.dataset.copy).textContent);

@@ -1,4 +1,4 @@
-"""`Playground`: reads a text with the full cache and with a compressed one, and asks both the same question."""
+"""`Playground`: asks the full cache and a compressed one the same question about a text, and holds a chat."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.observation import Observation
-from keepset.defaults import SHORT
+from keepset.defaults import SHORT, default_for_chats
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
+from keepset.hf.conversation import Conversation
 from keepset.hf.model_support import check_logits
-from keepset.lab.generation import end_tokens
+from keepset.lab.generation import Checked, end_tokens
 from keepset.lab.images import Pictured, decode_image, image_chat_parts, image_grids
-from keepset.lab.memory import dynamic_nbytes
+from keepset.lab.memory import chat_status, dynamic_nbytes
 from keepset.lab.recipe_notes import what_stays
-from keepset.lab.texts import chat_parts, token_texts
+from keepset.lab.texts import TextStreamer, chat_parts, token_texts
 from keepset.models import context_length
 from keepset.recipe import Recipe
 
@@ -33,6 +34,9 @@ SendUpdate = Callable[[dict[str, Any]], None]
 
 ANSWER = 48
 """The most tokens of an answer."""
+CHAT_ANSWER = 200
+"""The most tokens of an answer in a chat."""
+ROLES = ("user", "assistant")
 IMAGE_BYTES = 4 * 2**20
 """The most bytes of an image's file."""
 _MOST = 4096
@@ -64,12 +68,7 @@ class RunRequest:
         if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
             raise KeepsetError(f"A request is a JSON object with the texts {', '.join(names)}.")
         for name in names:
-            try:
-                fields[name].encode()
-            except UnicodeEncodeError as error:
-                raise KeepsetError(
-                    f"The {name} has half a character (a lone surrogate) at place {error.start + 1}: leave it out."
-                ) from None
+            _check_characters(name, fields[name])
         return cls(*(fields[name] for name in names), image=_image_of(fields.get("image", "")))
 
     def parsed(self) -> Recipe:
@@ -87,6 +86,49 @@ class RunRequest:
         return recipe.require_budget()
 
 
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request of the page for an answer in a chat.
+
+    Attributes:
+        history: the messages, the user's and the model's in turn; the user's last one is answered.
+    """
+
+    history: list[str]
+
+    @classmethod
+    def of(cls, fields: Any) -> ChatRequest:
+        """Return the request of the page's JSON; raise `KeepsetError` if it is not what the page sends."""
+        history: Any = fields.get("history") if isinstance(fields, dict) else None
+        if not isinstance(history, list) or not all(isinstance(text, str) for text in history) or len(history) % 2 == 0:
+            raise KeepsetError(
+                "A turn is a JSON object with the texts of its history, of which the last is the user's."
+            )
+        for text in history:
+            _check_characters("message", text)
+        if not history[-1].strip():
+            raise KeepsetError("The message is empty: write some text.")
+        return cls(history)
+
+
+def _check_characters(name: str, text: str) -> None:
+    """Refuse a text that is no Unicode.
+
+    Args:
+        name: the text's name in the error.
+        text: the text.
+
+    Raises:
+        KeepsetError: it has half a character.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise KeepsetError(
+            f"The {name} has half a character (a lone surrogate) at place {error.start + 1}: leave it out."
+        ) from None
+
+
 def _image_of(field: Any) -> bytes:
     """Return the file of an image that the page sends as base64."""
     try:
@@ -99,7 +141,7 @@ def _image_of(field: Any) -> bytes:
 
 
 class Playground:
-    """A model that reads one text at a time.
+    """A model that reads one text at a time, or answers in a chat.
 
     Args:
         model: the model.
@@ -114,8 +156,9 @@ class Playground:
         self.processor = processor
         self._model, self._tokenizer, self._called = model, tokenizer, called
         self._ends = {*end_tokens(model), tokenizer.eos_token_id}
-        longest = context_length(model)
-        self.limit = _MOST if longest is None else min(_MOST, longest - ANSWER)
+        self._conversation: Conversation | None = None
+        self._longest = context_length(model) or _MOST + CHAT_ANSWER
+        self.limit = min(_MOST, self._longest - ANSWER)
 
     @torch.no_grad()
     def run(self, request: RunRequest, send: SendUpdate) -> None:
@@ -156,6 +199,35 @@ class Playground:
         if request.question.strip():
             self._ask(question, {"full": full, "compressed": shading.cache}, send)
         send({"done": True})
+
+    def chat(self, request: ChatRequest, send: SendUpdate) -> None:
+        """Send the pieces of an answer, and then all of it with what was computed and is held.
+
+        There is one conversation. A history that it does not go on with is computed anew.
+
+        Args:
+            request: what the page asks for.
+            send: sends one message to the page.
+
+        Raises:
+            KeepsetError: the history is too long, or the model is none for chats.
+        """
+        if self._conversation is None:
+            recipe = default_for_chats(self._model.config.name_or_path or "")
+            self._conversation = Conversation(self._model, self._tokenizer, recipe)
+        history = [{"role": ROLES[number % 2], "content": text} for number, text in enumerate(request.history)]
+        ids = self._tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=True, return_dict=False)
+        limit = min(_MOST, self._longest - CHAT_ANSWER)
+        if len(ids) > limit:
+            raise KeepsetError(f"The chat has {len(ids)} tokens: undo turns until it has at most {limit}.")
+        answer = self._conversation.say(
+            history,
+            streamer=TextStreamer(self._tokenizer, lambda text: send({"text": text})),
+            logits_processor=LogitsProcessorList([Checked()]),
+            max_new_tokens=CHAT_ANSWER,
+            do_sample=False,
+        )
+        send({"answer": answer, "status": chat_status(self._conversation)})
 
     def _prompt(self, request: RunRequest) -> tuple[dict[str, Tensor], str]:
         """Return the model's inputs for the image and the text, and the words that follow with the question."""

@@ -19,12 +19,14 @@ from typing import Any
 from keepset.core.select import nan_scores_refused
 from keepset.errors import KeepsetError
 from keepset.lab.report.page import asset, script_json
-from keepset.lab.ui.playground import IMAGE_BYTES, Playground, RunRequest
+from keepset.lab.ui.playground import IMAGE_BYTES, ChatRequest, Playground, RunRequest
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
 _BYTES = 1_000_000 + 4 * IMAGE_BYTES // 3
 """The most bytes of a request, with its image in base64."""
+_REQUESTS: dict[str, Any] = {"/run": RunRequest, "/chat": ChatRequest}
+"""What is posted, by its path, which is also the name of the playground's method."""
 _PIECE = 65536
 _SECONDS = 30.0
 """Time limit in seconds for a request to arrive, and for a part of an answer to be read."""
@@ -91,11 +93,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, page, "text/html; charset=utf-8", policy)
 
     def do_POST(self) -> None:
-        """Answer a run with server-sent events; each is one JSON object."""
+        """Answer a run, or a turn of a chat, with server-sent events; each is one JSON object."""
         body = self._body()
         if not self._is_ours():
             return
-        request = self._run_request(body)
+        request = self._request(body)
         if request is None:
             return
         if not self.server.busy.acquire(blocking=False):
@@ -105,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._head(200, "text/event-stream; charset=utf-8")
             try:
                 with nan_scores_refused():
-                    self.server.playground.run(request, self._send)
+                    getattr(self.server.playground, self.path[1:])(request, self._send)
             except KeepsetError as error:
                 self._send({"error": str(error)})
         finally:
@@ -136,17 +138,17 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(piece)
         return None
 
-    def _run_request(self, body: bytes | None) -> RunRequest | None:
+    def _request(self, body: bytes | None) -> RunRequest | ChatRequest | None:
         """Return the request; None if it is invalid, after answering it with an error."""
-        if self.path != "/run":
-            self._answer(404, "This address takes no posts: post runs to /run.")
+        if self.path not in _REQUESTS:
+            self._answer(404, "This address takes no posts: post runs to /run, and turns of a chat to /chat.")
         elif self.headers.get("Content-Type") != "application/json":
             self._answer(415, "Only application/json is accepted.")
         elif body is None:
             self._answer(413, f"The request is too long: send at most {_BYTES} bytes.")
         else:
             try:
-                return RunRequest.of(json.loads(body))
+                return _REQUESTS[self.path].of(json.loads(body))  # type: ignore[no-any-return]
             except (ValueError, RecursionError, KeepsetError) as error:
                 self._answer(400, str(error) if isinstance(error, KeepsetError) else "The request is not JSON.")
         return None

@@ -19,7 +19,8 @@ import keepset
 from keepset import models
 from keepset.lab.cli.checks import offered_recipes
 from keepset.lab.texts import chat_parts, essay
-from keepset.lab.ui.playground import ANSWER, IMAGE_BYTES, Playground
+from keepset.lab.ui import playground
+from keepset.lab.ui.playground import ANSWER, IMAGE_BYTES, ROLES, Playground
 from keepset.lab.ui.server import HOST, PlaygroundServer
 from tests.hf.pictures import folder, picture
 from tests.lab.cli.conftest import Run, check_refused
@@ -33,8 +34,8 @@ WISH = {"text": TEXT, "question": "Who?", "recipe": "snapkv(window=8)", "budget"
 FACTS: dict[str, Any] = {"model": "m", "text": "", "question": "", "recipes": [], "methods": []}
 
 
-def running(playground: Playground, facts: dict[str, Any]) -> Iterator[PlaygroundServer]:
-    with PlaygroundServer(0, playground, facts) as made:
+def running(held: Playground, facts: dict[str, Any]) -> Iterator[PlaygroundServer]:
+    with PlaygroundServer(0, held, facts) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield made
@@ -59,6 +60,12 @@ def post(server: PlaygroundServer, body: Any, path: str = "/run", **headers: str
 def events(server: PlaygroundServer, **other: str) -> list[dict[str, Any]]:
     status, text = post(server, {**WISH, **other})
     assert status == 200 and text.endswith("\n\n")
+    return [json.loads(block.removeprefix("data: ")) for block in text.split("\n\n")[:-1]]
+
+
+def turn(server: PlaygroundServer, *history: str) -> list[dict[str, Any]]:
+    status, text = post(server, {"history": history}, "/chat")
+    assert status == 200
     return [json.loads(block.removeprefix("data: ")) for block in text.split("\n\n")[:-1]]
 
 
@@ -96,6 +103,35 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
     commands = sent[0]["command"].splitlines()
     assert commands[0].startswith("keepset context build") and commands[1].endswith("text.safetensors 'Who?'")
     compile(sent[0]["python"], "python", "exec")
+
+
+def test_a_chat_is_that_of_the_library(
+    server: PlaygroundServer, tiny_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers and figures are those of a conversation that is held beside it, also if a turn is asked for again."""
+    monkeypatch.setattr(playground, "CHAT_ANSWER", 8)
+    chat = keepset.Conversation(*tiny_pair, "quantized(pool(snapkv), bytes=0.25, turns=True)")
+    said: list[str] = []
+    for text, is_again in (("Who are you? " * 9, False), ("Who are you? " * 9, True), (EVIL, False), (EVIL, True)):
+        del said[len(said) - 2 * is_again :]
+        history = [{"role": ROLES[i % 2], "content": content} for i, content in enumerate([*said, text])]
+        expected = chat.say(history, max_new_tokens=8, do_sample=False)
+        *pieces, last = turn(server, *said, text)
+        assert last["answer"] == expected == "".join(piece["text"] for piece in pieces)
+        assert last["status"].startswith(f"{chat.computed} tokens of the history computed, {chat.reused} not again")
+        assert (chat.computed == 1) == is_again and (chat.reused > 0) == bool(said or is_again)
+        said += [text, expected]
+    monkeypatch.setattr(playground, "CHAT_ANSWER", 1990)
+    assert "undo turns until it has at most 58" in turn(server, *said, "And?")[-1]["error"]
+
+
+def test_turns_that_are_none_are_refused(server: PlaygroundServer) -> None:
+    for history in (None, "a", [], ["a", "b"], ["a", 1, "b"]):
+        status, sentence = post(server, {"history": history}, "/chat")
+        assert status == 400 and sentence.startswith("A turn is a JSON object")
+    assert post(server, {"history": [" "]}, "/chat") == (400, "The message is empty: write some text.")
+    status, sentence = post(server, {"history": ["a\ud800b"]}, "/chat")
+    assert status == 400 and sentence.startswith("The message has half a character")
 
 
 def test_what_always_stays_is_said(server: PlaygroundServer) -> None:
@@ -298,6 +334,37 @@ def test_in_chromium(server: PlaygroundServer, width: int, height: int) -> None:
         page.locator("#run").click()
         page.locator("#status.failed", has_text="There is no method 'nonsense'").wait_for()
         assert page.evaluate("window.pwned") is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_chat_in_chromium(server: PlaygroundServer, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playground, "CHAT_ANSWER", 8)
+    with opened(server, width=width, height=800) as page:
+        page.get_by_role("button", name="Chat").click()
+        assert page.locator("#read").is_hidden()
+        page.locator("#undo").click()
+        page.locator("#chat-status.failed", has_text="Nothing was said yet").wait_for()
+        messages, costs = page.locator("#messages .said"), page.locator("#messages .note")
+        for number, text in enumerate([EVIL, "And you?", "Then?"], start=1):
+            page.locator("#message").fill(text)
+            page.locator("#say").click()
+            costs.nth(number - 1).filter(has_text="tokens of the history computed").wait_for()
+            assert messages.nth(number - 1).text_content() == text
+        reply = page.locator("#messages .reply:not(.said)").nth(2).text_content()
+        page.locator("#again").click()
+        costs.nth(2).filter(has_text="1 tokens of the history computed").wait_for()
+        assert page.locator("#messages .reply:not(.said)").nth(2).text_content() == reply
+        page.locator("#undo").click()
+        assert messages.all_text_contents() == [EVIL, "And you?"]
+        page.locator("#message").fill("word " * 3000)
+        page.locator("#say").click()
+        page.locator("#chat-status.failed", has_text="undo turns until it has at most").wait_for()
+        assert page.locator("#message").input_value() == "word " * 3000 and messages.count() == 2
+        assert page.evaluate("window.pwned") is None
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.get_by_role("button", name="Read a text").click()
+        assert page.locator("#chat").is_hidden() and page.locator("#run").is_enabled()
 
 
 @pytest.mark.full
