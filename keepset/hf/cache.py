@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepset.core.budget import Budget
+from keepset.core.budget import Budget, Ranges
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.keep_set import NAN_NOTICED, KeepSet, LayerKeepSet, LazyHostInts
@@ -112,6 +112,8 @@ class Cache(ObservedCache):
         self._in_entries: tuple[tuple[Any, ...], Budget] | None = None
         # Tokens of which a share is taken between turns.
         self._said: int | None = None
+        # Where all before the first user's message is.
+        self._system: Ranges = ()
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
@@ -341,7 +343,7 @@ class Cache(ObservedCache):
         self._unfinished.clear()
 
     @torch.no_grad()
-    def compact(self, said: int | None = None, tokens: int | None = None) -> None:
+    def compact(self, said: int | None = None, tokens: int | None = None, system: Ranges | None = None) -> None:
         """Compress all that is held, between two turns, by a recipe with `turns=True`.
 
         The recipe looks at the queries of the turn that ends: of the tokens since the newest compression, or since
@@ -351,6 +353,7 @@ class Cache(ObservedCache):
             said: of how many tokens the recipe's share is one; None for all tokens so far.
             tokens: how many tokens the next turn goes on from, padding included; None for all. Later ones are taken
                 back once all are compressed, however many: a client may continue with another answer than it got.
+            system: where all before the first user's message is, for a recipe that protects it.
 
         Raises:
             KeepsetError: the recipe does not compress between turns, there is no whole prompt yet, requests of
@@ -365,6 +368,12 @@ class Cache(ObservedCache):
                 f"tokens={tokens} is out of range: the next turn goes on from 1 to {progress.logical} tokens, all that "
                 "the cache has."
             )
+        if system is None and self.recipe.budget.protects_system:
+            raise KeepsetError(
+                "protect='system' keeps what comes before the first user's message: give system= its tokens, such as "
+                "[(0, 40)], or take keepset.Conversation, which finds them."
+            )
+        self._system = tuple(system or ())
         removed = 0 if tokens is None else progress.logical - tokens
         others = self._without_newest(progress, removed)
         if progress.turn != progress.logical:
@@ -450,9 +459,9 @@ class Cache(ObservedCache):
     def _budget(self, sizes: list[tuple[int, int]]) -> Budget:
         """Return the budget in entries for layers whose entries have these sizes; computed once per size."""
         images = None if self.progress is None else self.progress.images
-        basis = sizes, images, self._said
+        basis = sizes, images, self._said, self._system
         if self._in_entries is None or self._in_entries[0] != basis:
-            budget = self.recipe.budget_of_sizes(sizes).located(images)
+            budget = self.recipe.budget_of_sizes(sizes).located(images).with_system(self._system)
             self._in_entries = basis, budget if self._said is None else budget.of_tokens(self._said)
         return self._in_entries[1]
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keepset.core.budget import joined
+from keepset.core.budget import Ranges, joined
 from keepset.core.edits import Continuation, Span, continuation_of
+from keepset.core.roles import system_span, user_mark
 from keepset.errors import KeepsetError, quoted
 from keepset.hf import saved
 from keepset.hf.cache import Cache
@@ -65,6 +66,9 @@ class Conversation:
             raise KeepsetError(
                 "The tokenizer has no chat template: set tokenizer.chat_template, or use a chat model's."
             )
+        protects = self.cache.recipe.budget.protects_system
+        self._mark = user_mark(tokenizer) if protects else []
+        """The tokens before a user's message, if what comes before the first one is protected."""
         self.reused = self.computed = self.dropped = 0
         self._ids: list[int] = []
         """The token at each position of the cache."""
@@ -139,7 +143,7 @@ class Conversation:
             raise KeepsetError("Nothing was said yet, so there is nothing to save: call say() first.")
         saved.check_new(path, force)
         over = self.fork().cache
-        over.compact(self._said)
+        over.compact(self._said, system=self._system)
         said, event = saved.Said(self._ids, self._left_out, self._newest), over.events[-1] if over.events else None
         model = check_model(self._model)
         saved.save(Path(path), over, str(over.recipe), event, model, model.config.name_or_path or "", said)
@@ -181,6 +185,11 @@ class Conversation:
         """How many tokens were said, without those that the history does not contain any more."""
         return len(self._ids) - sum(end - first for first, end in self._left_out)
 
+    @property
+    def _system(self) -> Ranges:
+        """Where all before the first user's message is, if the recipe protects it."""
+        return system_span(self._ids, self._mark) if self._mark else ()
+
     def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         options: dict[str, Any] = {**self._template, "tokenize": True, "return_dict": False}
         return list(
@@ -220,7 +229,7 @@ class Conversation:
             return False
         try:
             if going_on.is_over:
-                self.cache.compact(said, going_on.tokens)
+                self.cache.compact(said, going_on.tokens, self._system)
             else:
                 self.cache.crop(going_on.tokens)
             self.cache.leave_out(going_on.left_out)

@@ -309,3 +309,37 @@ def test_refusals() -> None:
 def test_spans_that_were_left_out() -> None:
     assert edit_of(range(100), [*range(30), *range(50, 100), 7], 0) == (100, ((30, 50),), 80)
     assert positions_without([(2, 4), (6, 9)], 8) == [0, 1, 4, 5]
+
+
+class Marked(Numbers):
+    """A template that puts one token before every message of a user."""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+        words = {"one": "7 8", "two": "9", "seven": "10 11", "Paris": "12"}
+        messages = [{**message, "content": words.get(message["content"], message["content"])} for message in messages]
+        marked = [{"content": ("5 " if message["role"] == "user" else "") + message["content"]} for message in messages]
+        return super().apply_chat_template(marked, **options)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES[2], *(pytest.param(text, marks=pytest.mark.full) for text in RECIPES[:2])])
+def test_what_comes_before_the_first_user_stays(recipe: str) -> None:
+    """Its tokens are found by the template, and are those of the reference that keeps so many first tokens."""
+    said = [[*(9 if token == 5 else token for token in SAID[0][:20]), 5, *SAID[0][21:]], *SAID[1:]]
+    turns = replay(reference(), recipe, said, ANSWERS, left_out={3: [(30, 50)]}, system=20)
+    protects = recipe.replace("turns=True", "turns=True, protect='system'")
+    chat, begin = Conversation(tiny("llama"), Marked(), protects), list[Positions]()  # type: ignore[arg-type]
+    hook = chat._model.register_forward_pre_hook(
+        lambda *_: begin.append({} if chat.cache.progress is None else positions(chat.cache))
+    )
+    try:
+        for turn in turns:
+            begin.clear()
+            answer = chat.say([{"role": "system", "content": message(turn.prompt)["content"]}], **GREEDY)
+            assert ids_of(answer) == turn.answer and begin[0] == turn.begins_with
+    finally:
+        hook.remove()
+    first = set(range(20))
+    assert all(first <= set(head) for turn in turns[1:] for heads in turn.begins_with.values() for head in heads)
+    cache = chat.cache.fork()
+    with refusal("give system= its tokens"):
+        cache.compact()
