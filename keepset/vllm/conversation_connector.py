@@ -149,7 +149,7 @@ class ConversationConnector(BlockCountConnector):
             self._vllm_config.model_config.max_model_len,
             max(looks_at.newest, looks_at.summed()),
             WindowPages(others),
-            copies=recipe.schedule.every is None and not others,
+            every=recipe.schedule.every,
             user_mark=self._user_mark,
         )
 

@@ -136,8 +136,7 @@ class Conversations:
         longest: the most tokens of a request.
         window: how many of its newest queries a recipe looks at when a turn ends.
         windows: the pages of layers with windows.
-        copies: whether conversations are copied. A running turn may not drop entries then, and pages of windows are
-            there for the newest tokens only.
+        every: tokens of an answer from event to event; None without such events.
         user_mark: the tokens before a user's message, if what comes before the first one is protected.
     """
 
@@ -146,7 +145,7 @@ class Conversations:
     longest: int
     window: int
     windows: WindowPages
-    copies: bool
+    every: int | None
     user_mark: Sequence[int] = ()
     _by_hash: dict[tuple[str | None, BlockHash], Conversation] = field(default_factory=dict)
     _idle: dict[int, Conversation] = field(default_factory=dict)
@@ -154,6 +153,8 @@ class Conversations:
     def __post_init__(self) -> None:
         self._beginnings = Beginnings(self.pool)
         self._hashed = self.pool.hash_block_size
+        # A running turn may not drop entries then, and pages of windows are there for the newest tokens only.
+        self._copies = self.every is None and not self.windows.managers
 
     def leave(
         self,
@@ -183,7 +184,7 @@ class Conversations:
             [list(of_group[: -(-tokens // self.block_size)]) for of_group in blocks],
             list((hashes_of(request, said) if hidden else request.block_hashes)[: len(said) // self._hashed]),
             name,
-            is_plain=self.copies and (begun is None or begun.is_plain),
+            is_plain=self._copies and (begun is None or begun.is_plain),
             windows=self.windows.take(request.request_id),
             system=system_span(ids, self.user_mark) if self.user_mark else (),
         )
@@ -235,7 +236,7 @@ class Conversations:
         Args:
             turn: the turn's request.
         """
-        return self.copies and turn.status in (RequestStatus.RUNNING, RequestStatus.WAITING)
+        return self._copies and turn.status in (RequestStatus.RUNNING, RequestStatus.WAITING)
 
     def take(self, found: Conversation, request: Request, how: Continuation, plan: RequestPlan) -> ComingTurn | None:
         """Make a request go on with a conversation; return None if there is no room.
@@ -252,6 +253,9 @@ class Conversations:
         hashes = list(request.block_hashes[: how.matched // self._hashed])
         if found.turn is not None:
             return self._copy_running(found, found.turn, request, how, plan, ids, hashes)
+        answered = len(found.ids) - found.prompt - found.hidden
+        if not how.is_over and self.every is not None and answered >= self.every:
+            return None  # its answer has dropped entries that it had
         if self.windows.managers and (how.left_out or not self.windows.seen(found.windows, how.tokens)):
             return None  # layers with windows hold the newest tokens only, those that are left out among them
         idle = [block for block in found.real_blocks if block.ref_cnt == 0]
@@ -325,7 +329,7 @@ class Conversations:
             name: the name that it gives its conversation; None without one.
             plan: how it is compressed.
         """
-        if not self.copies:
+        if not self._copies:
             return None
         hashes = self._block_hashes(request.block_hashes)
         self._beginnings.see(request.request_id, hashes)

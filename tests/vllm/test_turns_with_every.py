@@ -12,7 +12,8 @@ from keepset import Recipe
 from tests.vllm.chats import ChatTurn, replay
 from tests.vllm.compared import answers_of, result
 from tests.vllm.conftest import oracle_of, save_tiny
-from tests.vllm.test_conversations import ANSWERS, CHATS, SAID, asked, scenario
+from tests.vllm.engine import Ask
+from tests.vllm.test_conversations import ANSWERS, APART, CHATS, SAID, asked, scenario
 
 POOLED = "pool(snapkv(window=8), keep=70, every=6, turns=True)"
 CASES = [
@@ -54,3 +55,13 @@ def test_goes_on_as_a_model_would(
         assert len(answer) == (ANSWERS - 1) // every
         assert {later[0] - event[0] for event, later in pairwise(answer)} == {every}
     engine.check_nothing_left()
+
+
+def test_a_turn_whose_answer_has_dropped_entries_is_computed_anew(model: Path) -> None:
+    """Asked for again it is answered alike; if its answer had no event, it goes on."""
+    (first,) = replay(oracle_of(model), POOLED, SAID[:1], ANSWERS)
+    for tokens, reused in [(5, len(first.prompt) - 1), (ANSWERS, 0)]:
+        asks = [Ask(first.prompt, tokens), Ask(first.prompt, ANSWERS, add=APART)]
+        engine = result(answers_of({"": scenario(POOLED, model, asks)}), "")
+        assert engine.tokens == [first.answer[:tokens], first.answer] and engine.cached == [0, reused]
+        engine.check_nothing_left()
