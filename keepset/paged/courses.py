@@ -21,11 +21,44 @@ class StepCourses(NamedTuple):
             event follows.
         dropped: entries that each head of each request has lost, on average, before the step, `[requests]`.
         compressed: whether each request was compressed before, `[requests]`.
+        quiet: up to how many tokens nothing is due for each request, `[requests]`.
     """
 
     active: list[ScheduledRequest]
     dropped: np.ndarray
     compressed: np.ndarray
+    quiet: np.ndarray
+
+
+class SteadyRows:
+    """The requests of a step after which nothing is due, until a step does something else than decode one more of each.
+
+    While they go on, each row has the same request: one that has had the row before would have another prompt, or other
+    tokens, or would not be decoding yet.
+
+    Args:
+        rows: the step's requests.
+        courses: what is known of them.
+    """
+
+    def __init__(self, rows: RequestRows, courses: StepCourses) -> None:
+        self._row, self._prompt, self._after = (part.copy() for part in (rows.row, rows.prompt, rows.after))
+        self.courses = courses._replace(active=[])
+
+    def go_on(self, rows: RequestRows) -> bool:
+        """Return whether a step decodes one more token of each request, and nothing is due then either.
+
+        Args:
+            rows: the requests of the step after the one before.
+        """
+        if len(rows) != len(self._row):
+            return False
+        after = self._after + 1
+        same = (rows.row == self._row) & (rows.prompt == self._prompt) & (rows.before == self._after)
+        if not (same & (rows.after == after) & (rows.before >= rows.prompt) & (after <= self.courses.quiet)).all():
+            return False
+        self._after = after
+        return True
 
 
 class RequestCourses:
@@ -62,7 +95,7 @@ class RequestCourses:
             self._numbers[:, requests.row[index]] = courses[:, index]
         indices = (requests.after > courses[_QUIET]).nonzero()[0].tolist()
         active = [requests[index] for index in indices] if indices else []
-        return StepCourses(active, courses[_DROPPED], courses[_COMPRESSED] > 0)
+        return StepCourses(active, courses[_DROPPED], courses[_COMPRESSED] > 0, courses[_QUIET])
 
     def _course(self, request: ScheduledRequest) -> tuple[int, ...]:
         schedule, prompt, before = request.own or self._schedule, request.prompt, request.before

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from keepset.kernels.page_layout import EntriesInPages, PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables, EqualHeadTables
-from keepset.paged.courses import RequestCourses
+from keepset.paged.courses import RequestCourses, SteadyRows
 from keepset.paged.engine import EngineSize
 from keepset.paged.eviction import EvictionEvent, EvictionSchedule, RequestPlan, batches_of_similar_length
 from keepset.paged.layout_table import EmptiedBlocks
@@ -68,6 +68,7 @@ class Planner:
         self.requests = RequestTable(schedule, size)
         self._recording_plan = RecordingPlanner(schedule, recording, len(layers), self.requests)
         self._courses = RequestCourses(schedule, self._recording_plan.quiet_until)
+        self._steady: SteadyRows | None = None
         group = PageGroup(range(len(layers)), len(layers), size.blocks)
         self.tables: BlockTables
         if schedule.ragged:
@@ -115,13 +116,21 @@ class Planner:
             RuntimeError: a compressed request is not where it was left.
         """
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
+        if self._steady is not None and self._steady.go_on(batch.rows):
+            self._recording_plan.go_on(batch, plan)
+            self.tables.place_step(batch, self._steady.courses, plan, False)
+            return plan
+        rows = batch.rows
         if not plan.dummy:
             batch = self.requests.with_plans(batch)
         courses = self._courses.follow(batch.rows)
+        active = list(batch.requests) if self._recording_plan.records_all else courses.active
         if not plan.dummy:
-            self._recording_plan.plan(batch, courses.active, plan, self.tables.entries)
+            self._recording_plan.plan(batch, active, plan, self.tables.entries)
         due = list(self._due(courses.active)) if courses.active else []
         self.tables.place_step(batch, courses, plan, bool(due))
+        is_steady = not (plan.dummy or courses.active or self.recording.drafts)
+        self._steady = SteadyRows(rows, courses) if is_steady else None
         if due:
             plan.events = [self._event(batch, kind, requests) for kind, requests in due]
         return plan

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -272,6 +273,9 @@ class RecordingPlanner:
         recording: what is recorded of queries for that.
         layers: the number of layers.
         table: the states of the requests.
+
+    Attributes:
+        records_all: whether every query is recorded, because each may be a turn's last.
     """
 
     def __init__(self, schedule: EvictionSchedule, recording: Recording, layers: int, table: RequestTable) -> None:
@@ -281,9 +285,11 @@ class RecordingPlanner:
         self._turns = recipe.schedule.turns
         self._collects = schedule.whole_prompt and recipe.schedule.prefill
         self._records = bool(recording) or self._collects
+        self.records_all = self._turns and self._records
         self._table = table
         self._by_row: dict[int, QueryRecord] = {}
         self._ended: list[QueryRecord] = []
+        self._slots: np.ndarray | None = None  # of the requests' records, once steps decode one more token of each
 
     def quiet_until(self, prompt: int, before: int, event: int) -> int:
         """Return up to how many tokens a step may lead a request so that nothing of it is recorded.
@@ -295,9 +301,24 @@ class RecordingPlanner:
         """
         if not self._records:
             return event - 1
-        if self._turns or (self._collects and before < prompt):
-            return 0  # every chunk of a prompt is collected, and every query may be a turn's last
+        if self._collects and before < prompt:
+            return 0  # every chunk of a prompt is collected
         return min(event - 1, self._begins(prompt, event))
+
+    def go_on(self, batch: StepBatch, plan: StepPlan) -> None:
+        """Add to a plan what is recorded in a step that decodes one more token of each request of the step before.
+
+        Args:
+            batch: the step. Nothing is due after it.
+            plan: its plan.
+        """
+        if self.records_all:
+            rows = batch.rows
+            if self._slots is None:
+                self._slots = np.array([self._by_row[row].slot for row in rows.row.tolist()], dtype=np.int64)
+            captured = np.stack((rows.first_query, self._slots, rows.before % self._recording.size))
+            plan.in_layers = [QueryCapture(*batch.tensor(captured).unbind())]
+        self._table.advance(batch, self.records_all)
 
     def plan(
         self, batch: StepBatch, active: Sequence[ScheduledRequest], plan: StepPlan, entries: LocateEntries
@@ -314,7 +335,7 @@ class RecordingPlanner:
             return
         if self._ended:
             self._table.close_records(self._ended)  # their events have been executed by now
-        self._by_row, self._ended = {}, []
+        self._by_row, self._ended, self._slots = {}, [], None
         if active:
             self._record(batch, active, plan, entries)
 

@@ -15,8 +15,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
+from keepset.kernels.dispatch import AsyncHostCopy
 from keepset.paged.engine import EngineSize
 from keepset.paged.eviction import EvictionSchedule, RequestPlan
 from keepset.paged.query_records import QueryRecord, slots_for
@@ -58,6 +60,10 @@ class RequestTable:
         self._states: OrderedDict[int, RequestState] = OrderedDict()  # the most recently moved is last
         self._moved: dict[int, RequestState] = {}  # in this step, by row
         self._free_slots = list(reversed(range(slots_for(size.max_requests))))
+        # Steps since, in which each request has decoded one token; whether these were recorded; and pages that requests
+        # have come to in them, by row.
+        self._ahead, self._captured = 0, False
+        self._reached: list[tuple[list[int], AsyncHostCopy]] = []
 
     def begin(self, page: int, tokens: int, name: str, plan: RequestPlan) -> None:
         """File a request that begins.
@@ -68,11 +74,13 @@ class RequestTable:
             name: the engine's name of the request.
             plan: how it is compressed.
         """
+        self._catch_up()
         self._forget(page)
         self._states[page] = RequestState(page, tokens, tokens, name=name, plan=plan)
 
     def end(self, names: Collection[str]) -> None:
         """Forget the requests of these names that have plans: they have ended, or start again."""
+        self._catch_up()
         ended = [page for page, state in self._states.items() if state.name in names]
         for page in ended:
             self._forget(page)
@@ -86,6 +94,7 @@ class RequestTable:
         Raises:
             RuntimeError: the request is not known any more.
         """
+        self._catch_up()
         for state in reversed(self._states.values()):
             if state.name == name:
                 return state.page, state.most
@@ -93,11 +102,46 @@ class RequestTable:
 
     def with_plans(self, batch: StepBatch) -> StepBatch:
         """Return the batch of a new step with the plans of its requests."""
+        self._catch_up()
         self._moved = {}
         if not [state for state in self._states.values() if state.plan]:
             return batch
         self._move(batch, batch.requests)
         return replace(batch, requests=[self._with_plan(request) for request in batch.requests])
+
+    def advance(self, batch: StepBatch, captured: bool) -> None:
+        """Note a step in which each request of the step before decodes one token, in the same row.
+
+        Nothing is looked up: where the requests have come to is needed only when other requests come.
+
+        Args:
+            batch: the step.
+            captured: whether the queries of these tokens are recorded.
+        """
+        self._ahead, self._captured = self._ahead + 1, captured
+        rows = batch.rows
+        new_page = (rows.before % self._block_size == 0).nonzero()[0]
+        if len(new_page) and self._moved:
+            indices, columns = batch.tensor(np.stack((rows.row[new_page], rows.before[new_page] // self._block_size)))
+            self._reached.append((rows.row[new_page].tolist(), AsyncHostCopy(batch.block_table[indices, columns])))
+
+    def _catch_up(self) -> None:
+        """File the states of requests by where they have come to."""
+        if not self._ahead:
+            return
+        pages = {row: page for rows, copy in self._reached for row, page in zip(rows, copy.tolist(), strict=True)}
+        filed = {row: state for row, state in self._moved.items() if self._states.get(state.page) is state}
+        for state in filed.values():
+            state.least, state.most = state.least + self._ahead, state.most + self._ahead
+            if state.record is not None and self._captured:
+                state.record.length += self._ahead
+            del self._states[state.page]
+        for row, state in filed.items():  # these were moved last, all of them
+            if row in pages:
+                state.page = pages[row]
+                self._forget(state.page)
+            self._states[state.page] = state
+        self._ahead, self._reached = 0, []
 
     def _with_plan(self, request: ScheduledRequest) -> ScheduledRequest:
         plan = self._moved[request.row].plan
@@ -139,6 +183,7 @@ class RequestTable:
 
     def close_records(self, records: Collection[QueryRecord]) -> None:
         """Forget records of requests that are not recorded any more. Their slots are free."""
+        self._catch_up()
         ended = set(map(id, records))
         for page, state in list(self._states.items()):
             if id(state.record) in ended:
@@ -153,11 +198,13 @@ class RequestTable:
             page: the page that holds the request's newest token.
             tokens: tokens of the request.
         """
+        self._catch_up()
         state = self._states.get(page)
         return state.record if state is not None and state.least <= tokens <= state.most else None
 
     def open_records(self) -> Iterator[QueryRecord]:
         """Yield all records."""
+        self._catch_up()
         return (state.record for state in self._states.values() if state.record is not None)
 
     def _move(
