@@ -1,0 +1,162 @@
+"""An OpenAI client and an agent framework talk to a server of conversations, unchanged: each turn computes what is new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+from transformers import AutoTokenizer
+
+from keepset.lab.embedded import embedded_folder
+from tests.vllm.served import served
+
+pytestmark = pytest.mark.full
+
+RECIPE = "adakv(snapkv, bytes=0.25, turns=True)"
+OPTIONS = ["--max-model-len", "2048", "--num-gpu-blocks-override", "256"]
+OPTIONS += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+# Or the small model would write spaces for ever.
+OPTIONS += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+Tools: {% for tool in tools %}{{ tool | tojson }} {% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A chat template with tools, of which the embedded model's own knows nothing."""
+SYSTEM = {"role": "system", "content": "You are a patient teacher. " * 6}
+ADA = (
+    "My name is Ada. I have sailed since I was a child, first with my aunt in the north, and later on my own, with an "
+)
+ADA += "old boat that leaks a little. Now I would like to buy another one. What is a sloop?"
+BOB = (
+    "I am Bob, a carpenter from the hills. Most of my days go by with doors, stairs and tables, but this winter I want "
+)
+BOB += "to build a bed for my daughter, who is nearly four. What is oak good for?"
+QUESTIONS = {
+    "sea": [ADA, "And a ketch?", "And a yawl?", "What is my name?"],
+    "wood": [BOB, "And pine?", "And ash?", "What do I do?"],
+}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    template: Path = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TEMPLATE, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        with served(embedded_folder(), RECIPE, [*OPTIONS, "--chat-template", str(template)]) as (server, _):
+            yield f"{server.url}/v1"
+
+
+def test_the_openai_client_talks(url: str) -> None:
+    """Two conversations at once, every other turn as a stream. A turn that is asked for again has the same answer."""
+    openai = pytest.importorskip("openai", reason="The OpenAI client is not installed.")
+    tokenizer = AutoTokenizer.from_pretrained(embedded_folder())
+    client = openai.OpenAI(base_url=url, api_key="none")
+    chats: dict[str, list[dict[str, str]]] = {name: [SYSTEM] for name in QUESTIONS}
+    shared = len(tokenizer.apply_chat_template([SYSTEM], chat_template=TEMPLATE)["input_ids"]) + 8
+    before = dict.fromkeys(QUESTIONS, (0, shared))  # at least and at most so much is there of a conversation
+
+    def said(messages: list[dict[str, str]]) -> tuple[str, Any]:
+        answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=40, temperature=0)
+        return answer.choices[0].message.content, answer.usage
+
+    def streamed(messages: list[dict[str, str]]) -> tuple[str, Any]:
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny",
+                messages=messages,
+                max_tokens=40,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        return "".join(choice.delta.content or "" for one in chunks for choice in one.choices), chunks[-1].usage
+
+    for turn in range(4):
+        ask, again = (streamed, said) if turn % 2 else (said, streamed)
+        for name, messages in chats.items():
+            messages.append({"role": "user", "content": QUESTIONS[name][turn]})
+            text, usage = ask(messages)
+            prompt = tokenizer.apply_chat_template(messages, chat_template=TEMPLATE, add_generation_prompt=True)
+            assert usage.prompt_tokens == len(prompt["input_ids"])
+            least, most = before[name]
+            assert least <= usage.prompt_tokens_details.cached_tokens <= most
+            text_again, usage_again = again(messages)
+            assert text_again == text
+            assert usage_again.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+            before[name] = usage.prompt_tokens, usage.total_tokens
+            messages.append({"role": "assistant", "content": text})
+
+
+class Verdict(BaseModel):
+    """What the agent answers in the end: so little that even a small model gets it right."""
+
+    verdict: Literal["safe", "unsafe"]
+
+
+@pytest.mark.parametrize(("api", "question"), [("chat", "How deep is it here?"), ("responses", "What is the depth?")])
+def test_an_agent_uses_a_tool(api: str, question: str, url: str) -> None:
+    """The small model is made to call the tool, and to end its answers."""
+    agents = pytest.importorskip("agents", reason="The OpenAI agents SDK is not installed: openai-agents.")
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+    places = []
+
+    @agents.function_tool
+    def depth(place: Literal["harbour", "bay"]) -> str:
+        """Return the depth of the water at a place.
+
+        Args:
+            place: where.
+        """
+        places.append(place)
+        return "4 metres"
+
+    async def talk() -> list[Any]:
+        kind = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}[api]
+        async with AsyncOpenAI(base_url=url, api_key="none") as client:
+            calls = agents.ModelSettings(temperature=0, max_tokens=80, tool_choice="depth", include_usage=True)
+            pilot = agents.Agent(
+                name="pilot",
+                instructions="You help sailors.",
+                model=kind(model="tiny", openai_client=client),
+                tools=[depth],
+                model_settings=calls,
+                tool_use_behavior="stop_on_first_tool",
+            )
+            judge = pilot.clone(
+                output_type=Verdict,
+                model_settings=agents.ModelSettings(
+                    temperature=0, max_tokens=80, tool_choice="none", include_usage=True
+                ),
+            )
+            called = await agents.Runner.run(pilot, question)
+            assert called.final_output == "4 metres"
+            history = [*called.to_input_list(), {"role": "user", "content": "May I anchor?"}]
+            judged = await agents.Runner.run(judge, history)
+            history = [*judged.to_input_list(), {"role": "user", "content": "And in a storm?"}]
+            streams = agents.Runner.run_streamed(judge, history)
+            async for _ in streams.stream_events():
+                pass
+            assert isinstance(judged.final_output, Verdict) and isinstance(streams.final_output, Verdict)
+            return [response.usage for run in (called, judged, streams) for response in run.raw_responses]
+
+    usages = asyncio.run(talk())
+    assert len(places) == 1 and len(usages) == 3
+    assert usages[0].input_tokens_details.cached_tokens == 0
+    for earlier, usage in zip(usages, usages[1:], strict=False):
+        assert earlier.input_tokens <= usage.input_tokens_details.cached_tokens <= earlier.total_tokens
