@@ -236,6 +236,7 @@ class ConversationConnector(BlockCountConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         coming = self._coming.pop(request.request_id, None) if num_external_tokens else None
         if coming is None:
+            self._tell(request)
             return
         self._windows += self._conversations.begin_windows(coming.conversation)
         hidden = coming.conversation.hidden
@@ -243,6 +244,27 @@ class ConversationConnector(BlockCountConnector):
         stats.count(turns=int(not coming.begins), tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
         if hidden and request.prefill_stats:  # the client has not sent these
             request.prefill_stats.set(request.num_prompt_tokens - hidden, 0, num_external_tokens - hidden)
+        self._tell(request, coming)
+
+    def _tell(self, request: Request, coming: ComingTurn | None = None) -> None:
+        """Tell the front end what a request that begins has of its conversation.
+
+        Args:
+            request: vLLM's request.
+            coming: the turn that it is; None if it goes on with no conversation.
+        """
+        figures, known_request = request.prefill_stats, self._known[request.request_id]
+        if figures is None or request.num_preemptions or known_request.denied:
+            return
+        reused = held = figures.num_cached_tokens
+        dropped = 0
+        if coming is not None:
+            ended, blocks = coming.message.ended, coming.conversation.blocks
+            dropped = 0 if coming.is_copy else ended.said - reused
+            held = len(coming.conversation.real_blocks) * self._managers[0].block_size // len(blocks)
+        stats.turn(
+            known_request.ticket, computed=figures.num_computed_tokens, reused=reused, dropped=dropped, held=held
+        )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TurnMessage:
         message = TurnMessage(**vars(super().build_connector_meta(scheduler_output)))

@@ -47,6 +47,11 @@ _CONTEXT = np.dtype([("name", "S255"), ("requests", "i8"), ("loads", "i8")])
 
 _IN_FRONT = np.dtype([("number", "i8"), ("ticket", "S32"), ("tokens", "i8"), ("prompt", "i8")])
 
+_TURNS = 2**13
+"""How many of the newest requests to a server of conversations are kept: those that may still be answered."""
+_TURN_FIELDS = ("computed", "reused", "dropped", "held")
+_TURN = np.dtype([("number", "i8"), ("ticket", "S32"), *((name, "i8") for name in _TURN_FIELDS)])
+
 _SENTENCE = 1000
 _REFUSAL = np.dtype([("number", "i8"), ("ticket", "S32"), ("why", f"S{_SENTENCE}")])
 
@@ -156,6 +161,26 @@ def tokens_in_front(ticket: str) -> tuple[int, int]:
     return sum(int(row["tokens"]) for row in rows), int(rows[-1]["prompt"]) if rows else 0
 
 
+def turn(ticket: str, **figures: int) -> None:
+    """Note what a request to a server of conversations has of its conversation.
+
+    Args:
+        ticket: the request's ticket; "" if the front end has not asked.
+        **figures: the tokens of its prompt that are `computed` and `reused`, those of the conversation that its prompt
+            does not have (`dropped`), and entries per KV head that the pages of the reused ones have room for (`held`).
+    """
+    if ticket:
+        _append("turns", _TURN, ticket.encode(), *(figures[name] for name in _TURN_FIELDS), length=_TURNS)
+
+
+def turns(ticket: str) -> dict[str, int]:
+    """Return the figures of all requests of a ticket, added up; none if there is no such request, or no longer."""
+    files = sorted(Path(os.environ[FOLDER]).glob("turns-*")) if FOLDER in os.environ else []
+    tables = [np.fromfile(file, dtype=_TURN) for file in files]
+    rows = [row for table in tables for row in table[table["ticket"] == ticket.encode()]]
+    return {name: sum(int(row[name]) for row in rows) for name in _TURN_FIELDS} if rows else {}
+
+
 def name_folder() -> None:
     """Make the folder for this process and those that it starts. It is deleted when this process ends."""
     if FOLDER in os.environ:
@@ -182,17 +207,18 @@ def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="w+", shape=(length,))
 
 
-def _append(name: str, dtype: np.dtype, *values: Any) -> None:
+def _append(name: str, dtype: np.dtype, *values: Any, length: int = _ROWS) -> None:
     """Write a numbered row in place of this process's oldest one.
 
     Args:
         name: what the rows are about.
         dtype: the type of a row.
         *values: the row's fields behind its number.
+        length: how many rows are kept.
     """
-    rows = _array(name, dtype, _ROWS)
+    rows = _array(name, dtype, length)
     number = int(rows["number"].max())
-    rows[number % _ROWS] = (number + 1, *values)
+    rows[number % length] = (number + 1, *values)
 
 
 def _rows(name: str, dtype: np.dtype) -> list[Any]:

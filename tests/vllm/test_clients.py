@@ -1,12 +1,14 @@
-"""An OpenAI client and an agent framework talk to a server of conversations, unchanged: each turn computes what is new."""
+"""An OpenAI client and an agent framework talk to a server of conversations: each turn computes only what is new."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx2 as httpx
 import pytest
 from pydantic import BaseModel
 from transformers import AutoTokenizer
@@ -101,6 +103,46 @@ def test_the_openai_client_talks(url: str) -> None:
             messages.append({"role": "assistant", "content": text})
 
 
+def test_an_answer_says_what_it_has_of_its_conversation(url: str) -> None:
+    """On every route, streamed or not, and whatever ends it."""
+    openai = pytest.importorskip("openai", reason="The OpenAI client is not installed.")
+    client = openai.OpenAI(base_url=url, api_key="none")
+    said = list(range(1000, 1150))
+
+    def ask(prompt: list[int], **more: Any) -> tuple[dict[str, int], list[int]]:
+        told = {"return_token_ids": True, "ignore_eos": True}
+        more = {"model": "tiny", "max_tokens": 8, "temperature": 0} | more
+        answer = client.completions.create(prompt=prompt, extra_body=told, **more)
+        figures, cached = answer.model_extra["keepset"], answer.usage.prompt_tokens_details.cached_tokens
+        if "n" not in more:
+            assert (figures["computed"], figures["reused"]) == (len(prompt) - cached, cached)
+        return figures, answer.choices[0].model_extra["token_ids"]
+
+    first, answer = ask(said)
+    assert first == {"computed": 150, "reused": 0, "dropped": 0, "held": 0}
+    # All but the newest token of the answer were computed; 20 of the others are left out.
+    said = [*said[:40], *said[60:], *answer, *range(2000, 2010)]
+    second, answer = ask(said)
+    assert (second["computed"], second["reused"], second["dropped"]) == (11, 137, 20)
+    assert 0.25 * 157 < second["held"] <= 0.25 * 157 + 3 * 32 and not second["held"] % 32
+    again, _ = ask(said)
+    assert (again["computed"], again["reused"], again["dropped"]) == (1, 147, 8)
+    several, _ = ask(list(range(3000, 3100)), n=2, temperature=1)
+    assert several == {"computed": 200, "reused": 0, "dropped": 0, "held": 0}
+    words = [{"role": "user", "content": "Where does the river end, and where does it begin? " * 4}]
+    more: dict[str, Any] = {"model": "tiny", "temperature": 0}
+    stopped = client.chat.completions.create(messages=words, max_tokens=20, stop=["e"], **more)
+    responded = client.responses.create(input=words, max_output_tokens=20, **more)
+    *_, completed = client.responses.create(input=words, max_output_tokens=20, stream=True, **more)
+    with httpx.Client(base_url=url) as plain:
+        message = plain.post("/messages", json={**more, "messages": words, "max_tokens": 20}).json()
+    assert stopped.choices[0].finish_reason == "stop"
+    told = [stopped.model_extra, responded.model_extra, completed.response.model_extra, message]
+    assert [list(one["keepset"]) for one in told] == [["computed", "reused", "dropped", "held"]] * 4
+    for one, usage in ((stopped, stopped.usage.prompt_tokens), (responded, responded.usage.input_tokens)):
+        assert one.model_extra["keepset"]["computed"] + one.model_extra["keepset"]["reused"] == usage
+
+
 class Verdict(BaseModel):
     """What the agent answers in the end: so little that even a small model gets it right."""
 
@@ -158,5 +200,5 @@ def test_an_agent_uses_a_tool(api: str, question: str, url: str) -> None:
     usages = asyncio.run(talk())
     assert len(places) == 1 and len(usages) == 3
     assert usages[0].input_tokens_details.cached_tokens == 0
-    for earlier, usage in zip(usages, usages[1:], strict=False):
+    for earlier, usage in pairwise(usages):
         assert earlier.input_tokens <= usage.input_tokens_details.cached_tokens <= earlier.total_tokens

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -290,6 +291,42 @@ def test_usage_counts_the_tokens_of_a_context(name: str, streams: bool, cut: int
         if streams:
             assert lines[0] == {"text": "é"} and text.endswith("\n\ndata: [DONE]\n\n")
         assert not more or name != "nothing" or text
+
+
+TURN = {"computed": 5, "reused": 31, "dropped": 4, "held": 16}
+
+
+@pytest.mark.parametrize("cut", [1, 10**6], ids=["bytes", "whole"])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", USAGES)
+def test_an_answer_says_what_its_request_has_of_its_conversation(
+    name: str, streams: bool, cut: int, start: Start, counted: None
+) -> None:
+    """Beside each usage, for clients that ask for nothing; figures of several prompts are added up."""
+    given, _ = USAGES[name]
+
+    def answer(body: Any) -> tuple[int, list[bytes]]:
+        for _ in range(body.get("n", 1)):
+            stats.turn(from_signed(body["vllm_xargs"]["keepset"]).ticket, **TURN)
+        stats.turn("0" * 32, **TURN)  # another request's
+        text = json.dumps(given)
+        whole = (f'data: {{"text": "é"}}\n\ndata: {text}\n\ndata: [DONE]\n\n' if streams else text).encode()
+        return 200, [whole[first : first + cut] for first in range(0, len(whole), cut)]
+
+    sent: list[Any] = []
+    inner = Inner(answer)
+    ask = start(inner, answers=sent, keepset="knorm(keep=0.5, turns=True)")
+    for number in (1, 3):
+        sent.clear()
+        with suppress(ValueError):  # a stream is no JSON
+            ask("POST", COMPLETIONS, {"prompt": "", "n": number})
+        lines = [json.loads(line.removeprefix("data: ")) for line in text_of(sent).splitlines() if "{" in line]
+        expected = json.loads(json.dumps(given))
+        for part in (expected, expected.get("response"), expected.get("message")):
+            if part and part.get("usage"):
+                part["keepset"] = {figure: number * count for figure, count in TURN.items()}
+        assert lines == ([{"text": "é"}] if streams else []) + [expected]
+        assert inner.said() == RequestOptions()
 
 
 def test_a_key_sees_its_own(folder: Path, start: Start) -> None:
