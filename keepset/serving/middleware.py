@@ -6,6 +6,7 @@ not take the object answers 400 if a body has one. Only the engine can refuse so
 does not begin with a context; the answer then has the engine's reason in place of vLLM's error 500.
 
 `GET /v1/contexts` lists an owner's contexts, and the files that cannot be served, each with the reason.
+`GET /v1/conversations` lists an owner's conversations, and `DELETE /v1/conversations/NAME` deletes one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from keepset.errors import KeepsetError
+from keepset.serving import conversations
 from keepset.serving.usage import UsageEditor, count_context, tell_turn
 from keepset.vllm import stats
 from keepset.vllm.contexts import EVERYBODY, SUFFIX, ContextLibrary, check_save, owner_of
@@ -78,10 +80,35 @@ class _RequestHandler:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and path == LISTING and scope["method"] == "GET":
             await _answer(send, 200, await asyncio.to_thread(self._listing, scope))
+        elif scope["type"] == "http" and conversations.is_route(scope["method"], path):
+            await self._tell_conversations(scope, send, path)
         elif scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS") and not _is_form(scope):
             await self._read(scope, receive, send, path in HONOURED and scope["method"] == "POST")
         else:
             await self._app(scope, receive, send)
+
+    async def _tell_conversations(self, scope: Scope, send: Send, path: str) -> None:
+        """Answer a request to list conversations, or to delete one.
+
+        Args:
+            scope: the connection, as ASGI describes it.
+            send: sends a message to the client.
+            path: the request's path.
+        """
+        if not self._talks(scope):
+            await _refuse(send, "This server keeps no conversations: start it with turns=True in its recipe.", 404)
+            return
+        try:
+            content = await conversations.answer(scope["app"].state, path, self._owner(scope))
+        except KeepsetError as error:
+            await _refuse(send, str(error))
+        except TimeoutError:
+            await _refuse(send, "The engine does not answer: ask again later.", 503)
+        else:
+            if content is None:
+                await _refuse(send, "There is no conversation of this name: GET /v1/conversations lists yours.", 404)
+            else:
+                await _answer(send, 200, content)
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, honoured: bool) -> None:
         """Check and sign the keepset options in a request's body, and pass it to vLLM; or refuse it.
@@ -266,7 +293,8 @@ def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
     if honoured and xargs is not None and not isinstance(xargs, dict):
         raise KeepsetError("vllm_xargs is not an object: give names and values, or leave it out.")
     extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
-    if any(isinstance(holder, dict) and KEY in holder for holder in (xargs, sampling, extra)):
+    holders = xargs, sampling, extra, request.get("kv_transfer_params")
+    if any(isinstance(holder, dict) and KEY in holder for holder in holders):
         raise KeepsetError(f"Give {KEY!r} at the top of the body, not among other arguments.")
     if KEY not in request:
         return RequestOptions()

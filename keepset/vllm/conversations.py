@@ -24,6 +24,7 @@ from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import PLAIN, EndedTurn, NextTurn
 from keepset.vllm import stats
 from keepset.vllm.beginnings import Beginnings
+from keepset.vllm.contexts import EVERYBODY
 from keepset.vllm.window_pages import CopiedPages, WindowPages
 
 _CHANGED = 32
@@ -49,6 +50,8 @@ class Conversation:
         is_lost: whether some of its blocks were given away.
         windows: its blocks by logical position, for each group of layers with windows.
         system: where all before the first user's message is, if the recipe protects it.
+        owner: whose it is.
+        is_deleted: whether its owner has deleted it.
     """
 
     ids: list[int]
@@ -64,6 +67,8 @@ class Conversation:
     is_lost: bool = False
     windows: list[list[KVCacheBlock]] = field(default_factory=list)
     system: Ranges = ()
+    owner: str = EVERYBODY
+    is_deleted: bool = False
 
     @property
     def positions(self) -> list[int]:
@@ -472,6 +477,26 @@ class Conversations:
         conversation.turn = None
         self._idle.update(dict.fromkeys((block.block_id for block in conversation.real_blocks), conversation))
         self.pool.unpin_blocks(conversation.real_blocks, self.reused)
+        if conversation.is_deleted:
+            self.delete(conversation)
+
+    def all(self) -> list[Conversation]:
+        """Return all conversations with which requests may go on, those that were filed first in front."""
+        return list({id(one): one for one in self._by_hash.values()}.values())
+
+    def delete(self, conversation: Conversation) -> None:
+        """Forget a conversation because its owner says so, and offer its pages to no new one.
+
+        Args:
+            conversation: the conversation. A turn that has begun with it, or will, goes on.
+        """
+        conversation.is_deleted = True
+        self.forget(conversation)
+        self._beginnings.forget(conversation.real_blocks)
+        if conversation.turn is None:
+            conversation.is_lost = True
+            for block in conversation.real_blocks:
+                self._idle.pop(block.block_id, None)
 
     def forget(self, conversation: Conversation) -> None:
         """Forget a conversation, because its turn has ended, or because it is lost."""
@@ -483,7 +508,7 @@ class Conversations:
     def clear(self) -> None:
         """Forget all conversations that no request goes on with, and all beginnings."""
         self._beginnings.clear()
-        for conversation in {id(one): one for one in self._by_hash.values()}.values():
+        for conversation in self.all():
             if conversation.turn is None:
                 self._lose(conversation)
             else:  # its entries are of other weights
@@ -495,9 +520,8 @@ class Conversations:
         return list(hashes[each - 1 :: each])
 
     def _file(self, conversation: Conversation) -> None:
-        self._by_hash.update(
-            dict.fromkeys(((conversation.name, block_hash) for block_hash in conversation.hashes), conversation)
-        )
+        hashes = () if conversation.is_deleted else conversation.hashes
+        self._by_hash.update(dict.fromkeys(((conversation.name, block_hash) for block_hash in hashes), conversation))
 
     def _lose(self, conversation: Conversation) -> None:
         if not (conversation.is_lost or conversation.turn):

@@ -7,11 +7,13 @@ environment before it starts the others. A reader adds up the files. No process 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,32 @@ def turns(ticket: str) -> dict[str, int]:
     tables = [np.fromfile(file, dtype=_TURN) for file in files]
     rows = [row for table in tables for row in table[table["ticket"] == ticket.encode()]]
     return {name: sum(int(row[name]) for row in rows) for name in _TURN_FIELDS} if rows else {}
+
+
+def answer(ticket: str, content: Any) -> None:
+    """Note the answer to a question of the front end.
+
+    Args:
+        ticket: the question's ticket.
+        content: the answer, which JSON can say.
+    """
+    if FOLDER in os.environ:
+        path = Path(os.environ[FOLDER]) / f"answer-{ticket}"
+        with suppress(OSError):  # the engine runs on without a disk; who asks waits in vain
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f".{path.name}")
+            unfinished.write_text(json.dumps(content), encoding="utf-8")
+            unfinished.replace(path)
+
+
+def reply(ticket: str) -> Any:
+    """Return the answer to the question of a ticket, once; None if there is none yet."""
+    path = Path(os.environ[FOLDER]) / f"answer-{ticket}" if FOLDER in os.environ else None
+    if path is None or not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    return content
 
 
 def name_folder() -> None:

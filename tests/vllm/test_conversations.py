@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CwmConfig
 
+from keepset.vllm.questions import Question
 from tests.hf.models import tokenizer
 from tests.tiers import FULL
 from tests.vllm.chats import ChatTurn, replay
 from tests.vllm.compared import IDS, NO_BINDING, answers_of, full, networks_file, result
 from tests.vllm.conftest import SHAPE, TINY, oracle_of, save_tiny
-from tests.vllm.engine import Ask, Result, Scenario, sealed
+from tests.vllm.engine import SIGNING, Ask, Result, Scenario, sealed
 from tests.vllm.oracle import Oracle
 
 SAID = [IDS[0:150], IDS[200:240], IDS[300:423], IDS[500:516], IDS[600:640]]
@@ -326,3 +327,43 @@ def test_nothing_is_mixed_up(case: tuple[str, int], model: Path, oracle: Oracle)
     assert len(went_on) > len(asks) // 5
     if engine.log:
         engine.check_nothing_left()
+
+
+def question(**fields: Any) -> dict[str, Any]:
+    """Extra arguments of a request that is a question of the front end, and is taken back at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SIGNING.items():
+            patch.setenv(name, value)
+        return {"kv_transfer_params": Question(ticket="0" * 32, **fields).to_parameters()}
+
+
+@pytest.mark.full
+def test_what_is_deleted_or_forgotten_is_computed_anew(model: Path, oracle: Oracle) -> None:
+    """Whether it waits or a turn of it runs, and nobody else's of the same name. What is forgotten is replaced."""
+    first, second = replay(oracle, RAGGED, SAID[:2], ANSWERS)
+    anew, after = replay(oracle, RAGGED, [second.prompt, SAID[2]], ANSWERS)
+    mine, theirs = "1" * 32, "2" * 32
+    chats = [(mine, "waits"), (theirs, "waits"), (mine, "runs"), (mine, "stays"), (mine, "forgets")]
+    options = [sealed(owner=owner, conversation=name) for owner, name in chats]
+    forgetting = sealed(owner=mine, conversation="forgets", forget=True)
+    questions = [
+        Ask([0], 1, add=step, abort=step, extra=extra)
+        for step, extra in (
+            (8, question(owner=mine, delete="runs")),
+            (APART - 2, question(owner=mine, delete="waits")),
+            (APART - 2, question(owner=theirs, delete="stays")),
+            (APART - 2, {"kv_transfer_params": {"keepset": "forged"}}),
+        )
+    ]
+    asks = [Ask(first.prompt, ANSWERS, extra=extra) for extra in options]
+    asks += [
+        Ask(second.prompt, ANSWERS, add=APART, extra=forgetting if number == 4 else extra)
+        for number, extra in enumerate(options)
+    ]
+    asks += [Ask(after.prompt, ANSWERS, add=2 * APART, extra=options[4])]
+    signed = {"additional_config": {"keepset": RAGGED, "keepset_signed": True}}
+    engine = result(answers_of({"": scenario(RAGGED, model, [*asks, *questions], **signed)}), "")
+    assert engine.cached[:11] == [0] * 6 + [second.reused, 0, second.reused, 0, after.reused]
+    assert engine.tokens[:5] == [first.answer] * 5
+    assert engine.tokens[5:11] == [*[anew.answer, second.answer] * 2, anew.answer, after.answer]
+    engine.check_nothing_left()
