@@ -343,27 +343,28 @@ def test_what_is_deleted_or_forgotten_is_computed_anew(model: Path, oracle: Orac
     first, second = replay(oracle, RAGGED, SAID[:2], ANSWERS)
     anew, after = replay(oracle, RAGGED, [second.prompt, SAID[2]], ANSWERS)
     mine, theirs = "1" * 32, "2" * 32
-    chats = [(mine, "waits"), (theirs, "waits"), (mine, "runs"), (mine, "stays"), (mine, "forgets")]
+    chats = [(mine, "waits"), (theirs, "waits"), (mine, "runs"), (mine, "stays"), (mine, "forgets"), (mine, "comes")]
+    chats.append((mine, "given up"))
     options = [sealed(owner=owner, conversation=name) for owner, name in chats]
-    forgetting = sealed(owner=mine, conversation="forgets", forget=True)
-    questions = [
-        Ask([0], 1, add=step, abort=step, extra=extra)
-        for step, extra in (
-            (8, question(owner=mine, delete="runs")),
-            (APART - 2, question(owner=mine, delete="waits")),
-            (APART - 2, question(owner=theirs, delete="stays")),
-            (APART - 2, {"kv_transfer_params": {"keepset": "forged"}}),
-        )
-    ]
+    again = [*options[:4], sealed(owner=mine, conversation="forgets", forget=True), *options[5:]]
     asks = [Ask(first.prompt, ANSWERS, extra=extra) for extra in options]
-    asks += [
-        Ask(second.prompt, ANSWERS, add=APART, extra=forgetting if number == 4 else extra)
-        for number, extra in enumerate(options)
+    asks += [Ask(second.prompt, ANSWERS, add=APART, extra=extra) for extra in again]
+    alone = APART + 50  # when nothing else runs, so that a turn is prepared at once
+    asks[-2:] = [replace(asks[-2], add=alone), replace(asks[-1], add=alone, abort=alone + 1)]
+    asks += [Ask(after.prompt, ANSWERS, add=3 * APART, extra=extra) for extra in options[4:]]
+    deleted = [
+        (8, mine, "runs"),
+        (APART - 2, mine, "waits"),
+        (APART - 2, theirs, "stays"),
+        (alone + 1, mine, "comes"),
+        (alone + 1, mine, "given up"),
     ]
-    asks += [Ask(after.prompt, ANSWERS, add=2 * APART, extra=options[4])]
-    signed = {"additional_config": {"keepset": RAGGED, "keepset_signed": True}}
+    questions = [Ask([0], 1, step, step, extra=question(owner=owner, delete=name)) for step, owner, name in deleted]
+    questions.append(Ask([0], 1, extra={"kv_transfer_params": {"keepset": "forged"}}, abort=0))
+    signed = {"additional_config": {"keepset": RAGGED, "keepset_signed": True}, "num_gpu_blocks_override": 256}
     engine = result(answers_of({"": scenario(RAGGED, model, [*asks, *questions], **signed)}), "")
-    assert engine.cached[:11] == [0] * 6 + [second.reused, 0, second.reused, 0, after.reused]
-    assert engine.tokens[:5] == [first.answer] * 5
-    assert engine.tokens[5:11] == [*[anew.answer, second.answer] * 2, anew.answer, after.answer]
+    assert engine.cached[:13] == [0] * 8 + [second.reused, 0, second.reused, 0, second.reused]
+    assert engine.cached[14:17] == [after.reused, 0, 0]
+    assert engine.tokens[:13] == [first.answer] * 7 + [anew.answer, second.answer] * 3
+    assert engine.tokens[14] == after.answer
     engine.check_nothing_left()

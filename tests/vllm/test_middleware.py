@@ -223,7 +223,7 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
         *((said, "give one or more of") for said in ([1], 7, "[" * 5000, {}, None, "manual")),
         (
             {"kepe": 512},
-            "keepset has no option 'kepe'; did you mean 'keep'\\? There are: bytes, context, conversation, forget, keep",
+            "keepset has no option 'kepe'; did you mean 'keep'\\? There are: bytes, context, conversation, forget",
         ),
         ({"more": 1}, "keepset has no option 'more'"),
         ({"x" * 5000: 1}, "keepset has no option 'xxx"),
