@@ -340,18 +340,20 @@ def question(**fields: Any) -> dict[str, Any]:
 @pytest.mark.full
 def test_what_is_deleted_or_forgotten_is_computed_anew(model: Path, oracle: Oracle) -> None:
     """Whether it waits or a turn of it runs, and nobody else's of the same name. What is forgotten is replaced."""
-    first, second = replay(oracle, RAGGED, SAID[:2], ANSWERS)
-    anew, after = replay(oracle, RAGGED, [second.prompt, SAID[2]], ANSWERS)
     mine, theirs = "1" * 32, "2" * 32
     chats = [(mine, "waits"), (theirs, "waits"), (mine, "runs"), (mine, "stays"), (mine, "forgets"), (mine, "comes")]
     chats.append((mine, "given up"))
     options = [sealed(owner=owner, conversation=name) for owner, name in chats]
     again = [*options[:4], sealed(owner=mine, conversation="forgets", forget=True), *options[5:]]
-    asks = [Ask(first.prompt, ANSWERS, extra=extra) for extra in options]
-    asks += [Ask(second.prompt, ANSWERS, add=APART, extra=extra) for extra in again]
+    # No two begin alike, or a part of one would be copied.
+    said = [[[IDS[1100 + number], *SAID[0][1:]], SAID[1]] for number in range(len(chats))]
+    first, second = zip(*(replay(oracle, RAGGED, one, ANSWERS) for one in said), strict=True)
+    anew, after = zip(*(replay(oracle, RAGGED, [turn.prompt, SAID[2]], ANSWERS) for turn in second), strict=True)
+    asks = [Ask(turn.prompt, ANSWERS, extra=extra) for turn, extra in zip(first, options, strict=True)]
+    asks += [Ask(turn.prompt, ANSWERS, add=APART, extra=extra) for turn, extra in zip(second, again, strict=True)]
     alone = APART + 50  # when nothing else runs, so that a turn is prepared at once
     asks[-2:] = [replace(asks[-2], add=alone), replace(asks[-1], add=alone, abort=alone + 1)]
-    asks += [Ask(after.prompt, ANSWERS, add=3 * APART, extra=extra) for extra in options[4:]]
+    asks += [Ask(after[number].prompt, ANSWERS, add=3 * APART, extra=options[number]) for number in (4, 5, 6)]
     deleted = [
         (8, mine, "runs"),
         (APART - 2, mine, "waits"),
@@ -363,8 +365,10 @@ def test_what_is_deleted_or_forgotten_is_computed_anew(model: Path, oracle: Orac
     questions.append(Ask([0], 1, extra={"kv_transfer_params": {"keepset": "forged"}}, abort=0))
     signed = {"additional_config": {"keepset": RAGGED, "keepset_signed": True}, "num_gpu_blocks_override": 256}
     engine = result(answers_of({"": scenario(RAGGED, model, [*asks, *questions], **signed)}), "")
-    assert engine.cached[:13] == [0] * 8 + [second.reused, 0, second.reused, 0, second.reused]
-    assert engine.cached[14:17] == [after.reused, 0, 0]
-    assert engine.tokens[:13] == [first.answer] * 7 + [anew.answer, second.answer] * 3
-    assert engine.tokens[14] == after.answer
+    reused = second[0].reused
+    assert engine.cached[:13] == [0] * 8 + [reused, 0, reused, 0, reused]
+    assert engine.cached[14:17] == [after[4].reused, 0, 0]
+    goes_on = [second[number].answer if number in (1, 3, 5) else anew[number].answer for number in range(6)]
+    assert engine.tokens[:13] == [*(turn.answer for turn in first), *goes_on]
+    assert engine.tokens[14] == after[4].answer
     engine.check_nothing_left()
