@@ -146,7 +146,7 @@ def test_an_answer_says_what_it_has_of_its_conversation(url: str) -> None:
 def test_conversations_are_listed_deleted_and_forgotten(url: str) -> None:
     openai = pytest.importorskip("openai", reason="The OpenAI client is not installed.")
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    said = list(range(4000, 4100))
+    said, other = list(range(4000, 4100)), list(range(5000, 5100))
 
     def cached(prompt: list[int], **options: Any) -> int:
         answer = client.completions.create(
@@ -159,14 +159,14 @@ def test_conversations_are_listed_deleted_and_forgotten(url: str) -> None:
         assert isinstance(listed, dict) and listed["object"] == "list"
         return {each["id"]: each for each in listed["data"]}
 
-    assert [cached(said, conversation=name) for name in ("a", "b/é", "a")] == [0, 0, 99]
+    assert [cached(text, conversation=name) for text, name in ((said, "a"), (other, "b/é"), (said, "a"))] == [0, 0, 99]
     assert {"a", "b/é"} <= names().keys() and names()["a"]["tokens"] == 107 and names()["a"]["held"] == 128
     gone = client.delete("/conversations/b%2F%C3%A9", cast_to=object)
     assert gone == {"id": "b/é", "object": "conversation.deleted", "deleted": True}
     with pytest.raises(openai.NotFoundError, match="There is no conversation of this name"):
         client.delete("/conversations/b%2F%C3%A9", cast_to=object)
     assert "a" in names() and "b/é" not in names()
-    assert cached([*said, 7], conversation="b/é") == 0 and cached([*said, 7], conversation="b/é") == 100
+    assert [cached([*other, 7], conversation="b/é") for _ in range(2)] == [0, 100]
     # A span is left out: without `forget` the rest goes on as it was read.
     assert cached([*said[:40], *said[60:], 7], conversation="a") == 80
     assert cached([*said[:40], *said[70:], 7], conversation="a", forget=True) == 0
