@@ -214,25 +214,39 @@ class Conversations:
     def find(self, request: Request, name: str | None) -> tuple[Conversation, Continuation] | None:
         """Return the conversation that a request goes on with, and how; None if there is none.
 
-        It is the one with which the prompt has the longest beginning in common. A request that only begins like an
-        earlier turn, such as one with the same system prompt, is another conversation, unless it names this one.
+        It is the one with which the prompt has the longest beginning in common, of those whose newest turn's prompt
+        this includes. A request that only begins like an earlier turn, such as one with the same system prompt, is
+        another conversation, unless it names this one.
 
         Args:
             request: the request.
             name: the name that it gives its conversation; None without one.
         """
+        seen: Conversation | None = None
         for number in range(len(request.block_hashes), 0, -1):
             found = self._by_hash.get((name, request.block_hashes[number - 1]))
-            if found is not None:
-                break
-        else:
-            return None
+            if found is None or found is seen:
+                continue
+            if (how := self._continuation(found, request, number * self._hashed, name is not None)) is not None:
+                return found, how
+            seen = found
+        return None
+
+    def _continuation(self, found: Conversation, request: Request, known: int, is_named: bool) -> Continuation | None:
+        """Return how a request goes on with a conversation; None if it cannot, or is another one.
+
+        Args:
+            found: the conversation.
+            request: the request.
+            known: how many tokens both begin with at least.
+            is_named: whether the request names the conversation.
+        """
         if found.is_lost or (found.turn is not None and not found.is_arriving and not self._can_be_copied(found.turn)):
             return None
-        known = min(number * self._hashed, request.num_tokens - 1)
+        known = min(known, request.num_tokens - 1)
         how = continuation_of(found.ids, found.left_out, found.prompt, request.all_token_ids, known)
-        least = self.block_size if name is not None else max(found.prompt - _CHANGED, self.block_size)
-        return (found, how) if how.said >= least else None
+        least = self.block_size if is_named else max(found.prompt - _CHANGED, self.block_size)
+        return how if how.said >= least else None
 
     def _can_be_copied(self, turn: Request) -> bool:
         """Return whether what a turn has begun with is still in its pages.

@@ -372,3 +372,15 @@ def test_what_is_deleted_or_forgotten_is_computed_anew(model: Path, oracle: Orac
     assert engine.tokens[:13] == [*(turn.answer for turn in first), *goes_on]
     assert engine.tokens[14] == after[4].answer
     engine.check_nothing_left()
+
+
+def test_the_same_conversation_is_had_twice(model: Path, oracle: Oracle) -> None:
+    """By an agent that begins its task again, say: a turn goes on with its own, not with the one that went further."""
+    turns = replay(oracle, RAGGED, SAID[:3], ANSWERS)
+    asks = [*asked(turns), *(replace(ask, add=ask.add + 3 * APART) for ask in asked(turns))]
+    engine = result(answers_of({"": scenario(RAGGED, model, asks)}), "")
+    assert engine.tokens == [turn.answer for turn in turns] * 2
+    assert engine.cached[:3] == [turn.reused for turn in turns]
+    # The last one is the first's newest turn, asked for again.
+    assert engine.cached[4:] == [turns[1].reused, len(turns[2].prompt) - 1]
+    engine.check_nothing_left()
