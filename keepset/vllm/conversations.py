@@ -245,8 +245,12 @@ class Conversations:
             return None
         known = min(known, request.num_tokens - 1)
         how = continuation_of(found.ids, found.left_out, found.prompt, request.all_token_ids, known)
-        least = self.block_size if is_named else max(found.prompt - _CHANGED, self.block_size)
-        return how if how.said >= least else None
+        if how.said < (self.block_size if is_named else max(found.prompt - _CHANGED, self.block_size)):
+            return None
+        # Both prompts end with what the template puts before an answer. If they differ earlier, two were asked.
+        tail = [found.ids[position] for position in found.positions[how.said : found.prompt]]
+        prompt = request.prompt_token_ids or []
+        return how if is_named or tail == prompt[len(prompt) - len(tail) :] else None
 
     def _can_be_copied(self, turn: Request) -> bool:
         """Return whether what a turn has begun with is still in its pages.

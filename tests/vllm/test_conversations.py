@@ -384,3 +384,27 @@ def test_the_same_conversation_is_had_twice(model: Path, oracle: Oracle) -> None
     # The last one is the first's newest turn, asked for again.
     assert engine.cached[4:] == [turns[1].reused, len(turns[2].prompt) - 1]
     engine.check_nothing_left()
+
+
+@pytest.mark.full
+def test_short_questions_begin_their_own_conversations(model: Path, oracle: Oracle) -> None:
+    """Though their prompts differ in a few tokens only, before what the template puts before answers."""
+    end = IDS[900:904]
+    said = [[IDS[0:100] + question + end, SAID[1] + end] for question in (IDS[200:211], IDS[300:311])]
+    chats = [replay(oracle, RAGGED, one, ANSWERS) for one in said]
+    order = [turn for turns in zip(*chats, strict=True) for turn in turns]
+    asks = [Ask(turn.prompt, ANSWERS, add=APART * number) for number, turn in enumerate(order)]
+    engine = result(answers_of({"": scenario(RAGGED, model, asks)}), "")
+    assert engine.tokens == [turn.answer for turn in order]
+    assert engine.cached == [0, 96, *(turn.reused for turn in order[2:])]
+
+
+@pytest.mark.full
+def test_a_template_ends_a_prompt_otherwise_than_it_continues_it(model: Path) -> None:
+    """The turn's prompt goes on with all before that end, which is what the next prompt ends with, too."""
+    end, other = IDS[900:904], IDS[950:952]
+    first, second = IDS[0:100] + end, IDS[0:100] + other + IDS[300:340] + end
+    engine = result(
+        answers_of({"": scenario(WHOLE, model, [Ask(first, ANSWERS), Ask(second, ANSWERS, add=APART)])}), ""
+    )
+    assert engine.cached == [0, 100]
