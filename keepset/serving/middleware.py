@@ -6,6 +6,7 @@ not take the object answers 400 if a body has one. Only the engine can refuse so
 does not begin with a context; the answer then has the engine's reason in place of vLLM's error 500.
 
 `GET /v1/contexts` lists an owner's contexts, and the files that cannot be served, each with the reason.
+`GET /v1/conversations` lists an owner's conversations, and `DELETE /v1/conversations/NAME` deletes one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from functools import partial
 from typing import Any
 
 from keepset.errors import KeepsetError
-from keepset.serving.usage import UsageCounter
+from keepset.serving import conversations
+from keepset.serving.usage import UsageEditor, count_context, tell_turn
 from keepset.vllm import stats
 from keepset.vllm.contexts import EVERYBODY, SUFFIX, ContextLibrary, check_save, owner_of
 from keepset.vllm.request_options import RequestOptions, has_key, parse_options
@@ -72,15 +74,41 @@ class _RequestHandler:
     def __init__(self, app: App, keys: bool) -> None:
         self._app, self._keys = app, keys
         self._library: ContextLibrary | None = None
+        self._has_turns: bool | None = None  # not known before vLLM's configuration is
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and path == LISTING and scope["method"] == "GET":
             await _answer(send, 200, await asyncio.to_thread(self._listing, scope))
+        elif scope["type"] == "http" and conversations.is_route(scope["method"], path):
+            await self._tell_conversations(scope, send, path)
         elif scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS") and not _is_form(scope):
             await self._read(scope, receive, send, path in HONOURED and scope["method"] == "POST")
         else:
             await self._app(scope, receive, send)
+
+    async def _tell_conversations(self, scope: Scope, send: Send, path: str) -> None:
+        """Answer a request to list conversations, or to delete one.
+
+        Args:
+            scope: the connection, as ASGI describes it.
+            send: sends a message to the client.
+            path: the request's path.
+        """
+        if not self._talks(scope):
+            await _refuse(send, "This server keeps no conversations: start it with turns=True in its recipe.", 404)
+            return
+        try:
+            content = await conversations.answer(scope["app"].state, path, self._owner(scope))
+        except KeepsetError as error:
+            await _refuse(send, str(error))
+        except TimeoutError:
+            await _refuse(send, "The engine does not answer: ask again later.", 503)
+        else:
+            if content is None:
+                await _refuse(send, "There is no conversation of this name: GET /v1/conversations lists yours.", 404)
+            else:
+                await _answer(send, 200, content)
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, honoured: bool) -> None:
         """Check and sign the keepset options in a request's body, and pass it to vLLM; or refuse it.
@@ -113,18 +141,48 @@ class _RequestHandler:
             except (KeepsetError, RecursionError) as error:
                 await _refuse(send, self._without_paths(scope, str(error)))
                 return
-            if options != RequestOptions():
+            if options != RequestOptions() or (honoured and self._talks(scope)):
                 options = replace(options, ticket=secrets.token_hex(16))
                 sealed = options.to_signed()
                 request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: sealed}
                 body = json.dumps(request).encode()
                 scope = {**scope, "headers": _sized(scope["headers"], body)}
                 refusal = partial(self._refusal, scope, options.ticket)
-                counter = None if options.context is None else _counter(options.ticket, request.get("n"))
-                answer = _Answer(send, refusal, sealed.partition(" ")[0].encode(), counter)
+                editor = self._editor(scope, options, request.get("n"))
+                answer = _Answer(send, refusal, sealed.partition(" ")[0].encode(), editor)
                 await answer.by(self._app, scope, _repeated(body, receive))
                 return
         await self._app(scope, _repeated(body, receive), send)
+
+    def _talks(self, scope: Scope) -> bool:
+        """Return whether the server keeps conversations, and can ask the engine what requests have of theirs."""
+        if self._has_turns is None:
+            config = scope["app"].state.vllm_config
+            recipe = recipe_of(config) if is_signed(config) and has_key() else None
+            self._has_turns = recipe is not None and recipe.schedule.turns
+        return self._has_turns
+
+    def _editor(self, scope: Scope, options: RequestOptions, number: Any) -> UsageEditor | None:
+        """Return what adds to an answer what only the engine knows; None if that is nothing.
+
+        vLLM counts a prompt with several answers once.
+
+        Args:
+            scope: the connection, as ASGI describes it.
+            options: what the request asks for, with its ticket.
+            number: how many answers it asks for, as the client wrote it.
+        """
+        if self._talks(scope):
+            return UsageEditor(tell_turn(partial(stats.turns, options.ticket)))
+        if options.context is None:
+            return None
+        answers = number if isinstance(number, int) and number > 0 else 1
+
+        def tokens() -> tuple[int, int]:
+            before, prompt = stats.tokens_in_front(options.ticket)
+            return before // answers, prompt
+
+        return UsageEditor(count_context(tokens))
 
     def _owner(self, scope: Scope) -> str:
         if not self._keys:
@@ -235,7 +293,8 @@ def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
     if honoured and xargs is not None and not isinstance(xargs, dict):
         raise KeepsetError("vllm_xargs is not an object: give names and values, or leave it out.")
     extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
-    if any(isinstance(holder, dict) and KEY in holder for holder in (xargs, sampling, extra)):
+    holders = xargs, sampling, extra, request.get("kv_transfer_params")
+    if any(isinstance(holder, dict) and KEY in holder for holder in holders):
         raise KeepsetError(f"Give {KEY!r} at the top of the body, not among other arguments.")
     if KEY not in request:
         return RequestOptions()
@@ -246,29 +305,13 @@ def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
     return parse_options(request.pop(KEY))
 
 
-def _counter(ticket: str, number: Any) -> UsageCounter:
-    """Return what counts the tokens of a request's context; vLLM counts a prompt with `number` answers once.
-
-    Args:
-        ticket: the request's ticket.
-        number: how many answers the request asks for, as the client wrote it.
-    """
-    answers = number if isinstance(number, int) and number > 0 else 1
-
-    def tokens() -> tuple[int, int]:
-        before, prompt = stats.tokens_in_front(ticket)
-        return before // answers, prompt
-
-    return UsageCounter(tokens)
-
-
 class _Answer:
     """Sends vLLM's answer without the object's signature, or the engine's reason if it has refused the request."""
 
     def __init__(
-        self, send: Send, refusal: Callable[[], str | None], signature: bytes, counter: UsageCounter | None
+        self, send: Send, refusal: Callable[[], str | None], signature: bytes, editor: UsageEditor | None
     ) -> None:
-        self._send, self._refusal, self._signature, self._counter = send, refusal, signature, counter
+        self._send, self._refusal, self._signature, self._editor = send, refusal, signature, editor
         self._start: Message | None = None
         self._status, self._refused, self._held = 0, False, b""
 
@@ -292,14 +335,14 @@ class _Answer:
             self._start, self._status = message, message["status"]
             return
         body, more_body = message.get("body", b""), message.get("more_body", False)
-        if self._counter is not None:
-            body = self._counter.shown(body, more_body)
+        if self._editor is not None:
+            body = self._editor.shown(body, more_body)
             if more_body and not body:
                 return
         if self._refused or ((self._status >= 500 or b'"error"' in body) and await self._refuse()):
             return
         if self._start is not None:
-            if self._counter is not None:
+            if self._editor is not None:
                 self._start = {**self._start, "headers": _sized(self._start["headers"], None if more_body else body)}
             await self._send(self._start)
             self._start = None

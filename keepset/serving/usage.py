@@ -1,6 +1,7 @@
-"""Tokens of a context in the `usage` of a server's answers: vLLM's front end counts those of a question alone.
+"""What the engine knows of a request, in the objects of a server's answers that have a `usage`.
 
-A context stands in front of a question only in the engine, which notes it under the request's ticket.
+A context stands in front of a question only in the engine, and vLLM's front end counts the tokens of the question
+alone. What a turn has of its conversation is known there, too. The engine notes both under the request's ticket.
 """
 
 from __future__ import annotations
@@ -9,23 +10,61 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from keepset.vllm.settings import KEY
+
 _EVENT = b"data: "
 """The beginning of a line of a stream that has an object."""
 
 
-class UsageCounter:
-    """Adds the tokens of contexts to the usage in an answer, piece by piece.
+Change = Callable[[dict[str, Any]], bool]
+"""Changes an object of an answer that has a usage; returns whether it did."""
+
+
+def count_context(tokens: Callable[[], tuple[int, int]]) -> Change:
+    """Return what adds the tokens of a context to a usage.
 
     Args:
         tokens: returns the tokens that the engine put in front of prompts, and those of the newest prompt in all.
     """
 
-    def __init__(self, tokens: Callable[[], tuple[int, int]]) -> None:
-        self._tokens = tokens
+    def change(part: dict[str, Any]) -> bool:
+        before, prompt = tokens()
+        if before:
+            _count(part["usage"], before, prompt)
+        return bool(before)
+
+    return change
+
+
+def tell_turn(figures: Callable[[], dict[str, int]]) -> Change:
+    """Return what puts the object `keepset` beside a usage.
+
+    Args:
+        figures: returns what the request has of its conversation; nothing if that is not known.
+    """
+
+    def change(part: dict[str, Any]) -> bool:
+        known = figures()
+        if known:
+            part[KEY] = known
+        return bool(known)
+
+    return change
+
+
+class UsageEditor:
+    """Changes what an answer says beside or in its usage, piece by piece.
+
+    Args:
+        change: what changes an object that has a usage.
+    """
+
+    def __init__(self, change: Change) -> None:
+        self._change = change
         self._held = b""
 
     def shown(self, piece: bytes, more_body: bool) -> bytes:
-        """Return the part of an answer that is complete, with all tokens counted.
+        """Return the part of an answer that is complete, and changed.
 
         Args:
             piece: the answer's next piece.
@@ -35,9 +74,9 @@ class UsageCounter:
         # An object ends with its line, or with the answer.
         end = received.rfind(b"\n") + 1 if more_body else len(received)
         self._held = received[end:]
-        return b"".join(map(self._counted, received[:end].splitlines(keepends=True)))
+        return b"".join(map(self._changed, received[:end].splitlines(keepends=True)))
 
-    def _counted(self, line: bytes) -> bytes:
+    def _changed(self, line: bytes) -> bytes:
         start = _EVENT if line.startswith(_EVENT) else b""
         if b'"usage"' not in line:
             return line
@@ -45,12 +84,8 @@ class UsageCounter:
             answer = json.loads(line[len(start) :])
         except ValueError:
             return line
-        before, prompt = self._tokens()
-        found = [part["usage"] for part in _parts(answer) if isinstance(part.get("usage"), dict)]
-        if not before or not found:
+        if not any([self._change(part) for part in _parts(answer) if isinstance(part.get("usage"), dict)]):
             return line
-        for usage in found:
-            _count(usage, before, prompt)
         return (
             start
             + json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()

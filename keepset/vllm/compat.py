@@ -15,6 +15,7 @@ an engine starts. Facts that this check cannot see are checked where the code re
   `allocate_new_blocks`, right after `remove_skipped_blocks` told its prompt's length;
 - a request that runs needs blocks for its newest tokens alone (`KeepManager.get_num_blocks_to_allocate`);
 - layers call a connector only if it has metadata (`BlockCountConnector`);
+- a request that was rejected reaches the connector, with what it is told in `kv_transfer_params` (`Question`);
 - a request that waited for a connector is scheduled like a new one if then it has no computed tokens and no blocks
   (`ContextConnector`).
 """
@@ -78,6 +79,7 @@ BORROWED: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ("request", "num_new_tokens"),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.free": ("request",),
     "vllm.v1.request.Request.update_block_hashes": (),
+    "vllm.engine.protocol.EngineClient.notify_kv_transfer_request_rejected": ("request_id", "kv_transfer_params"),
     _CONNECTOR + "has_connector_metadata": (),
     _CONNECTOR + "bind_connector_metadata": ("connector_metadata",),
     _CONNECTOR + "clear_connector_metadata": (),

@@ -239,7 +239,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             options = self._options(request)
             known_request.ticket = options.ticket
-            if options.conversation is not None and not self.keeps_conversations:
+            if (options.conversation is not None or options.forget) and not self.keeps_conversations:
                 raise KeepsetError("This server keeps no conversations: start it with turns=True in its recipe.")
             self._grant(request, options)
         except Exception as error:  # no option and no broken file may stop other requests

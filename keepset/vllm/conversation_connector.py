@@ -32,9 +32,10 @@ from keepset.recording import RecordedFeatures
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage, hash_again
 from keepset.vllm.contexts import EVERYBODY
-from keepset.vllm.conversations import ComingTurn, Conversation, Conversations
+from keepset.vllm.conversations import ComingTurn, Conversation, Conversations, existing
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
+from keepset.vllm.questions import question_of
 from keepset.vllm.request_options import RequestOptions
 from keepset.vllm.window_pages import CopiedPages, WindowPages, copy_pages
 
@@ -78,6 +79,7 @@ class ConversationConnector(BlockCountConnector):
         self._begun: dict[str, list[int]] = {}  # in a process that computes, until it tells the scheduler
         # Requests that may be turns, and the names of their conversations; of these, the ones that go on with one.
         self._talking: dict[str, str | None] = {}
+        self._owners: dict[str, str] = {}  # of what requests leave when they end; without one they leave nothing
         self._turns: dict[str, Turn] = {}
         self._coming: dict[str, ComingTurn] = {}
         self._left: list[tuple[Conversation, EndedTurn]] = []
@@ -153,6 +155,47 @@ class ConversationConnector(BlockCountConnector):
             user_mark=self._user_mark,
         )
 
+    def on_new_request(self, request: Request) -> None:
+        """Note the options of a request, or answer the question that the front end has sent in its place."""
+        super().on_new_request(request)
+        question = question_of(request.kv_transfer_params)
+        if question is not None and question.delete is not None:
+            stats.answer(question.ticket, self._delete(question.owner, question.delete))
+        elif question is not None:
+            own = [one for one in self._conversations.all() if one.owner == question.owner and one.turn is None]
+            stats.answer(question.ticket, [self._listed(one) for one in own])
+
+    def _listed(self, conversation: Conversation) -> dict[str, Any]:
+        """Return what an owner is told of a conversation."""
+        return {
+            "id": conversation.name,
+            "object": "conversation",
+            "tokens": len(conversation.ids) - conversation.hidden,
+            "held": self._held(conversation),
+        }
+
+    def _held(self, conversation: Conversation) -> int:
+        """Return for how many entries per KV head a conversation's pages have room."""
+        return len(existing(conversation.blocks)) * self._managers[0].block_size // len(conversation.blocks)
+
+    def _delete(self, owner: str, name: str | None) -> bool:
+        """Delete a conversation, and what its running turns would leave; return whether there was any.
+
+        Args:
+            owner: whose it is.
+            name: its name; without one nothing is deleted.
+        """
+        if name is None:
+            return False
+        coming = [one.conversation for one in self._coming.values()]
+        known = [one for one in [*self._conversations.all(), *coming] if (one.owner, one.name) == (owner, name)]
+        for conversation in known:
+            self._conversations.delete(conversation)
+        waiting = [one for one, whose in self._owners.items() if (whose, self._talking[one]) == (owner, name)]
+        for request in waiting:
+            del self._owners[request]
+        return bool(known or waiting)
+
     def reset_cache(self) -> bool:
         """Forget conversations, because weights may have changed."""
         self._conversations.clear()
@@ -162,12 +205,16 @@ class ConversationConnector(BlockCountConnector):
         super()._grant(request, options)
         name, talks = options.conversation or request.session_id, not self._known[request.request_id].has_own
         talks &= not (request.prompt_embeds is not None or request.mm_features or request.skip_reading_prefix_cache)
-        if options.conversation is not None and not talks:
+        if (options.conversation is not None or options.forget) and not talks:
             raise KeepsetError(
                 "A turn of a conversation is text, without log-probabilities of its prompt and with the server's own "
-                "recipe: leave conversation, or these, out."
+                "recipe: leave conversation and forget, or these, out."
             )
+        if options.forget:
+            self._delete(options.owner, name)
+            request.skip_reading_prefix_cache = True  # so it goes on with nothing
         if talks:
+            self._owners[request.request_id] = options.owner
             self._talking[request.request_id] = name
             if options.owner != EVERYBODY:
                 salt = json.dumps([options.owner, request.cache_salt])
@@ -204,6 +251,7 @@ class ConversationConnector(BlockCountConnector):
             coming = conversations.take(found[0], request, found[1], plan)
         if coming is None:
             return False
+        coming.conversation.owner = self._owners.get(name, EVERYBODY)
         if not coming.message.compact:  # what would stay need not be chosen
             self._left = [left for left in self._left if left[0] is not coming.conversation]
         self._coming[name] = coming
@@ -236,6 +284,7 @@ class ConversationConnector(BlockCountConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         coming = self._coming.pop(request.request_id, None) if num_external_tokens else None
         if coming is None:
+            self._tell(request)
             return
         self._windows += self._conversations.begin_windows(coming.conversation)
         hidden = coming.conversation.hidden
@@ -243,6 +292,27 @@ class ConversationConnector(BlockCountConnector):
         stats.count(turns=int(not coming.begins), tokens_reused=num_external_tokens - hidden, tokens_left_out=left_out)
         if hidden and request.prefill_stats:  # the client has not sent these
             request.prefill_stats.set(request.num_prompt_tokens - hidden, 0, num_external_tokens - hidden)
+        self._tell(request, coming)
+
+    def _tell(self, request: Request, coming: ComingTurn | None = None) -> None:
+        """Tell the front end what a request that begins has of its conversation.
+
+        Args:
+            request: vLLM's request.
+            coming: the turn that it is; None if it goes on with no conversation.
+        """
+        figures, known_request = request.prefill_stats, self._known[request.request_id]
+        if figures is None or request.num_preemptions or known_request.denied:
+            return
+        reused = held = figures.num_cached_tokens
+        dropped = 0
+        if coming is not None:
+            held, message = self._held(coming.conversation), coming.message
+            left_out = sum(end - first for first, end in message.left_out)
+            dropped = left_out if coming.is_copy else message.ended.said - reused
+        stats.turn(
+            known_request.ticket, computed=figures.num_computed_tokens, reused=reused, dropped=dropped, held=held
+        )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> TurnMessage:
         message = TurnMessage(**vars(super().build_connector_meta(scheduler_output)))
@@ -291,7 +361,7 @@ class ConversationConnector(BlockCountConnector):
             else:
                 coming.is_given_up = True
         elif (
-            name in self._talking
+            name in self._owners
             and not self._known[name].denied
             and request.status != RequestStatus.FINISHED_ERROR
             and self._managers[0].block_size <= tokens <= request.num_tokens
@@ -299,6 +369,7 @@ class ConversationConnector(BlockCountConnector):
             blocks = [manager.req_to_blocks[name] for manager in self._managers]
             begun = self._turns[name].begun if name in self._turns else None
             conversation = self._conversations.leave(request, self._talking[name], tokens, blocks, begun)
+            conversation.owner = self._owners[name]
             self._left.append((conversation, conversation.ended))
             for manager, of_group in zip(self._managers, conversation.blocks, strict=True):
                 stays = [block for block in of_group if not block.is_null]
@@ -307,6 +378,7 @@ class ConversationConnector(BlockCountConnector):
             self._conversations.forget(self._turns[name].begun)
         self._turns.pop(name, None)
         self._talking.pop(name, None)
+        self._owners.pop(name, None)
         return super().request_finished_all_groups(request, block_ids)
 
 

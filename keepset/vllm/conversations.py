@@ -24,6 +24,7 @@ from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import PLAIN, EndedTurn, NextTurn
 from keepset.vllm import stats
 from keepset.vllm.beginnings import Beginnings
+from keepset.vllm.contexts import EVERYBODY
 from keepset.vllm.window_pages import CopiedPages, WindowPages
 
 _CHANGED = 32
@@ -49,6 +50,8 @@ class Conversation:
         is_lost: whether some of its blocks were given away.
         windows: its blocks by logical position, for each group of layers with windows.
         system: where all before the first user's message is, if the recipe protects it.
+        owner: whose it is.
+        is_deleted: whether its owner has deleted it.
     """
 
     ids: list[int]
@@ -64,6 +67,8 @@ class Conversation:
     is_lost: bool = False
     windows: list[list[KVCacheBlock]] = field(default_factory=list)
     system: Ranges = ()
+    owner: str = EVERYBODY
+    is_deleted: bool = False
 
     @property
     def positions(self) -> list[int]:
@@ -210,25 +215,43 @@ class Conversations:
     def find(self, request: Request, name: str | None) -> tuple[Conversation, Continuation] | None:
         """Return the conversation that a request goes on with, and how; None if there is none.
 
-        It is the one with which the prompt has the longest beginning in common. A request that only begins like an
-        earlier turn, such as one with the same system prompt, is another conversation, unless it names this one.
+        It is the one with which the prompt has the longest beginning in common, of those whose newest turn's prompt
+        this includes. A request that only begins like an earlier turn, such as one with the same system prompt, is
+        another conversation, unless it names this one.
 
         Args:
             request: the request.
             name: the name that it gives its conversation; None without one.
         """
+        seen: Conversation | None = None
         for number in range(len(request.block_hashes), 0, -1):
             found = self._by_hash.get((name, request.block_hashes[number - 1]))
-            if found is not None:
-                break
-        else:
-            return None
+            if found is None or found is seen:
+                continue
+            if (how := self._continuation(found, request, number * self._hashed, name is not None)) is not None:
+                return found, how
+            seen = found
+        return None
+
+    def _continuation(self, found: Conversation, request: Request, known: int, is_named: bool) -> Continuation | None:
+        """Return how a request goes on with a conversation; None if it cannot, or is another one.
+
+        Args:
+            found: the conversation.
+            request: the request.
+            known: how many tokens both begin with at least.
+            is_named: whether the request names the conversation.
+        """
         if found.is_lost or (found.turn is not None and not found.is_arriving and not self._can_be_copied(found.turn)):
             return None
-        known = min(number * self._hashed, request.num_tokens - 1)
+        known = min(known, request.num_tokens - 1)
         how = continuation_of(found.ids, found.left_out, found.prompt, request.all_token_ids, known)
-        least = self.block_size if name is not None else max(found.prompt - _CHANGED, self.block_size)
-        return (found, how) if how.said >= least else None
+        if how.said < (self.block_size if is_named else max(found.prompt - _CHANGED, self.block_size)):
+            return None
+        # Both prompts end with what the template puts before an answer. If they differ earlier, two were asked.
+        tail = [found.ids[position] for position in found.positions[how.said : found.prompt]]
+        prompt = request.prompt_token_ids or []
+        return how if is_named or tail == prompt[len(prompt) - len(tail) :] else None
 
     def _can_be_copied(self, turn: Request) -> bool:
         """Return whether what a turn has begun with is still in its pages.
@@ -476,6 +499,26 @@ class Conversations:
         conversation.turn = None
         self._idle.update(dict.fromkeys((block.block_id for block in conversation.real_blocks), conversation))
         self.pool.unpin_blocks(conversation.real_blocks, self.reused)
+        if conversation.is_deleted:
+            self.delete(conversation)
+
+    def all(self) -> list[Conversation]:
+        """Return all conversations with which requests may go on, those that were filed first in front."""
+        return list({id(one): one for one in self._by_hash.values()}.values())
+
+    def delete(self, conversation: Conversation) -> None:
+        """Forget a conversation because its owner says so, and offer its pages to no new one.
+
+        Args:
+            conversation: the conversation. A turn that has begun with it, or will, goes on.
+        """
+        conversation.is_deleted = True
+        self.forget(conversation)
+        self._beginnings.forget(conversation.real_blocks)
+        if conversation.turn is None:
+            conversation.is_lost = True
+            for block in conversation.real_blocks:
+                self._idle.pop(block.block_id, None)
 
     def forget(self, conversation: Conversation) -> None:
         """Forget a conversation, because its turn has ended, or because it is lost."""
@@ -487,7 +530,7 @@ class Conversations:
     def clear(self) -> None:
         """Forget all conversations that no request goes on with, and all beginnings."""
         self._beginnings.clear()
-        for conversation in {id(one): one for one in self._by_hash.values()}.values():
+        for conversation in self.all():
             if conversation.turn is None:
                 self._lose(conversation)
             else:  # its entries are of other weights
@@ -499,9 +542,8 @@ class Conversations:
         return list(hashes[each - 1 :: each])
 
     def _file(self, conversation: Conversation) -> None:
-        self._by_hash.update(
-            dict.fromkeys(((conversation.name, block_hash) for block_hash in conversation.hashes), conversation)
-        )
+        hashes = () if conversation.is_deleted else conversation.hashes
+        self._by_hash.update(dict.fromkeys(((conversation.name, block_hash) for block_hash in hashes), conversation))
 
     def _lose(self, conversation: Conversation) -> None:
         if not (conversation.is_lost or conversation.turn):

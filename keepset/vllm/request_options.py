@@ -33,8 +33,8 @@ MAX_NAME = 255
 
 _FRONT_END = ("owner", "ticket")
 _ADVICE = (
-    'give one or more of "context": NAME, "save": NAME, "conversation": NAME, "bytes": 0.5, "keep": 512, "off": true '
-    'and "protect": [[0, 512]] or "image", or leave it out'
+    'give one or more of "context": NAME, "save": NAME, "conversation": NAME, "forget": true, "bytes": 0.5, '
+    '"keep": 512, "off": true and "protect": [[0, 512]] or "image", or leave it out'
 )
 
 
@@ -52,6 +52,7 @@ class RequestOptions:
         save: the name under which its context is saved.
         conversation: the name of the conversation whose turn it is; without one the conversation is found by its
             tokens.
+        forget: whether the turn is computed anew, and replaces its conversation.
         owner: the owner whose contexts it sees and saves. Only a server's front end sets it.
         ticket: the ticket under which the engine notes why it refuses the request; "" if nobody asks.
 
@@ -66,13 +67,15 @@ class RequestOptions:
     protect: Any = ()
     save: str | None = None
     conversation: str | None = None
+    forget: bool = False
     owner: str = EVERYBODY
     ticket: str = ""
 
     def __post_init__(self) -> None:
         names = dict.fromkeys(("context", "save", "conversation", "owner", "ticket"), (str, "a name"))
         numbers = dict.fromkeys(("keep", "bytes"), (int | float, "a number"))
-        for name, (kind, right) in {**names, **numbers, "off": (bool, "true or false")}.items():
+        flags = dict.fromkeys(("off", "forget"), (bool, "true or false"))
+        for name, (kind, right) in {**names, **numbers, **flags}.items():
             value = getattr(self, name)
             wrong = not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))
             if value is not None and wrong:

@@ -7,11 +7,13 @@ environment before it starts the others. A reader adds up the files. No process 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,11 @@ _REQUEST = np.dtype(
 _CONTEXT = np.dtype([("name", "S255"), ("requests", "i8"), ("loads", "i8")])
 
 _IN_FRONT = np.dtype([("number", "i8"), ("ticket", "S32"), ("tokens", "i8"), ("prompt", "i8")])
+
+_TURNS = 2**13
+"""How many of the newest requests to a server of conversations are kept: those that may still be answered."""
+_TURN_FIELDS = ("computed", "reused", "dropped", "held")
+_TURN = np.dtype([("number", "i8"), ("ticket", "S32"), *((name, "i8") for name in _TURN_FIELDS)])
 
 _SENTENCE = 1000
 _REFUSAL = np.dtype([("number", "i8"), ("ticket", "S32"), ("why", f"S{_SENTENCE}")])
@@ -156,6 +163,52 @@ def tokens_in_front(ticket: str) -> tuple[int, int]:
     return sum(int(row["tokens"]) for row in rows), int(rows[-1]["prompt"]) if rows else 0
 
 
+def turn(ticket: str, **figures: int) -> None:
+    """Note what a request to a server of conversations has of its conversation.
+
+    Args:
+        ticket: the request's ticket; "" if the front end has not asked.
+        **figures: the tokens of its prompt that are `computed` and `reused`, those of the conversation that its prompt
+            does not have (`dropped`), and entries per KV head that the pages of the reused ones have room for (`held`).
+    """
+    if ticket:
+        _append("turns", _TURN, ticket.encode(), *(figures[name] for name in _TURN_FIELDS), length=_TURNS)
+
+
+def turns(ticket: str) -> dict[str, int]:
+    """Return the figures of all requests of a ticket, added up; none if there is no such request, or no longer."""
+    files = sorted(Path(os.environ[FOLDER]).glob("turns-*")) if FOLDER in os.environ else []
+    tables = [np.fromfile(file, dtype=_TURN) for file in files]
+    rows = [row for table in tables for row in table[table["ticket"] == ticket.encode()]]
+    return {name: sum(int(row[name]) for row in rows) for name in _TURN_FIELDS} if rows else {}
+
+
+def answer(ticket: str, content: Any) -> None:
+    """Note the answer to a question of the front end.
+
+    Args:
+        ticket: the question's ticket.
+        content: the answer, which JSON can say.
+    """
+    if FOLDER in os.environ:
+        path = Path(os.environ[FOLDER]) / f"answer-{ticket}"
+        with suppress(OSError):  # the engine runs on without a disk; who asks waits in vain
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f".{path.name}")
+            unfinished.write_text(json.dumps(content), encoding="utf-8")
+            unfinished.replace(path)
+
+
+def reply(ticket: str) -> Any:
+    """Return the answer to the question of a ticket, once; None if there is none yet."""
+    path = Path(os.environ[FOLDER]) / f"answer-{ticket}" if FOLDER in os.environ else None
+    if path is None or not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    return content
+
+
 def name_folder() -> None:
     """Make the folder for this process and those that it starts. It is deleted when this process ends."""
     if FOLDER in os.environ:
@@ -182,17 +235,18 @@ def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="w+", shape=(length,))
 
 
-def _append(name: str, dtype: np.dtype, *values: Any) -> None:
+def _append(name: str, dtype: np.dtype, *values: Any, length: int = _ROWS) -> None:
     """Write a numbered row in place of this process's oldest one.
 
     Args:
         name: what the rows are about.
         dtype: the type of a row.
         *values: the row's fields behind its number.
+        length: how many rows are kept.
     """
-    rows = _array(name, dtype, _ROWS)
+    rows = _array(name, dtype, length)
     number = int(rows["number"].max())
-    rows[number % _ROWS] = (number + 1, *values)
+    rows[number % length] = (number + 1, *values)
 
 
 def _rows(name: str, dtype: np.dtype) -> list[Any]:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CwmConfig
 
+from keepset.vllm.questions import Question
 from tests.hf.models import tokenizer
 from tests.tiers import FULL
 from tests.vllm.chats import ChatTurn, replay
 from tests.vllm.compared import IDS, NO_BINDING, answers_of, full, networks_file, result
 from tests.vllm.conftest import SHAPE, TINY, oracle_of, save_tiny
-from tests.vllm.engine import Ask, Result, Scenario, sealed
+from tests.vllm.engine import SIGNING, Ask, Result, Scenario, sealed
 from tests.vllm.oracle import Oracle
 
 SAID = [IDS[0:150], IDS[200:240], IDS[300:423], IDS[500:516], IDS[600:640]]
@@ -326,3 +327,84 @@ def test_nothing_is_mixed_up(case: tuple[str, int], model: Path, oracle: Oracle)
     assert len(went_on) > len(asks) // 5
     if engine.log:
         engine.check_nothing_left()
+
+
+def question(**fields: Any) -> dict[str, Any]:
+    """Extra arguments of a request that is a question of the front end, and is taken back at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SIGNING.items():
+            patch.setenv(name, value)
+        return {"kv_transfer_params": Question(ticket="0" * 32, **fields).to_parameters()}
+
+
+@pytest.mark.full
+def test_what_is_deleted_or_forgotten_is_computed_anew(model: Path, oracle: Oracle) -> None:
+    """Whether it waits or a turn of it runs, and nobody else's of the same name. What is forgotten is replaced."""
+    mine, theirs = "1" * 32, "2" * 32
+    chats = [(mine, "waits"), (theirs, "waits"), (mine, "runs"), (mine, "stays"), (mine, "forgets"), (mine, "comes")]
+    chats.append((mine, "given up"))
+    options = [sealed(owner=owner, conversation=name) for owner, name in chats]
+    again = [*options[:4], sealed(owner=mine, conversation="forgets", forget=True), *options[5:]]
+    # No two begin alike, or a part of one would be copied.
+    said = [[[IDS[1100 + number], *SAID[0][1:]], SAID[1]] for number in range(len(chats))]
+    first, second = zip(*(replay(oracle, RAGGED, one, ANSWERS) for one in said), strict=True)
+    anew, after = zip(*(replay(oracle, RAGGED, [turn.prompt, SAID[2]], ANSWERS) for turn in second), strict=True)
+    asks = [Ask(turn.prompt, ANSWERS, extra=extra) for turn, extra in zip(first, options, strict=True)]
+    asks += [Ask(turn.prompt, ANSWERS, add=APART, extra=extra) for turn, extra in zip(second, again, strict=True)]
+    alone = APART + 50  # when nothing else runs, so that a turn is prepared at once
+    asks[-2:] = [replace(asks[-2], add=alone), replace(asks[-1], add=alone, abort=alone + 1)]
+    asks += [Ask(after[number].prompt, ANSWERS, add=3 * APART, extra=options[number]) for number in (4, 5, 6)]
+    deleted = [
+        (8, mine, "runs"),
+        (APART - 2, mine, "waits"),
+        (APART - 2, theirs, "stays"),
+        (alone + 1, mine, "comes"),
+        (alone + 1, mine, "given up"),
+    ]
+    questions = [Ask([0], 1, step, step, extra=question(owner=owner, delete=name)) for step, owner, name in deleted]
+    questions.append(Ask([0], 1, extra={"kv_transfer_params": {"keepset": "forged"}}, abort=0))
+    signed = {"additional_config": {"keepset": RAGGED, "keepset_signed": True}, "num_gpu_blocks_override": 256}
+    engine = result(answers_of({"": scenario(RAGGED, model, [*asks, *questions], **signed)}), "")
+    reused = second[0].reused
+    assert engine.cached[:13] == [0] * 8 + [reused, 0, reused, 0, reused]
+    assert engine.cached[14:17] == [after[4].reused, 0, 0]
+    goes_on = [second[number].answer if number in (1, 3, 5) else anew[number].answer for number in range(6)]
+    assert engine.tokens[:13] == [*(turn.answer for turn in first), *goes_on]
+    assert engine.tokens[14] == after[4].answer
+    engine.check_nothing_left()
+
+
+def test_the_same_conversation_is_had_twice(model: Path, oracle: Oracle) -> None:
+    """By an agent that begins its task again, say: a turn goes on with its own, not with the one that went further."""
+    turns = replay(oracle, RAGGED, SAID[:3], ANSWERS)
+    asks = [*asked(turns), *(replace(ask, add=ask.add + 3 * APART) for ask in asked(turns))]
+    engine = result(answers_of({"": scenario(RAGGED, model, asks)}), "")
+    assert engine.tokens == [turn.answer for turn in turns] * 2
+    assert engine.cached[:3] == [turn.reused for turn in turns]
+    # The last one is the first's newest turn, asked for again.
+    assert engine.cached[4:] == [turns[1].reused, len(turns[2].prompt) - 1]
+    engine.check_nothing_left()
+
+
+@pytest.mark.full
+def test_short_questions_begin_their_own_conversations(model: Path, oracle: Oracle) -> None:
+    """Though their prompts differ in a few tokens only, before what the template puts before answers."""
+    end = IDS[900:904]
+    said = [[IDS[0:100] + question + end, SAID[1] + end] for question in (IDS[200:211], IDS[300:311])]
+    chats = [replay(oracle, RAGGED, one, ANSWERS) for one in said]
+    order = [turn for turns in zip(*chats, strict=True) for turn in turns]
+    asks = [Ask(turn.prompt, ANSWERS, add=APART * number) for number, turn in enumerate(order)]
+    engine = result(answers_of({"": scenario(RAGGED, model, asks)}), "")
+    assert engine.tokens == [turn.answer for turn in order]
+    assert engine.cached == [0, 96, *(turn.reused for turn in order[2:])]
+
+
+@pytest.mark.full
+def test_a_template_ends_a_prompt_otherwise_than_it_continues_it(model: Path) -> None:
+    """The turn's prompt goes on with all before that end, which is what the next prompt ends with, too."""
+    end, other = IDS[900:904], IDS[950:952]
+    first, second = IDS[0:100] + end, IDS[0:100] + other + IDS[300:340] + end
+    engine = result(
+        answers_of({"": scenario(WHOLE, model, [Ask(first, ANSWERS), Ask(second, ANSWERS, add=APART)])}), ""
+    )
+    assert engine.cached == [0, 100]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel
 import keepset
 from keepset import KeepsetError
 from keepset.contexts import file as context_files
+from keepset.serving import conversations
 from keepset.serving.middleware import HONOURED, RequestMiddleware
 from keepset.vllm import contexts as served_contexts
 from keepset.vllm import request_options, stats
+from keepset.vllm.questions import Question, question_of
 from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, RequestOptions, from_signed, parse_options
 from tests.hf.damage import flipped
 from tests.vllm.test_routes import call, text_of
@@ -100,10 +103,21 @@ def model_config(tiny_model: PreTrainedModel) -> SimpleNamespace:
 def start(folder: Path, model_config: SimpleNamespace) -> Start:
     """Starts servers of the model: what asks one, for status and answer; all messages go to `answers`."""
 
-    def started(inner: Any, folder: Path = folder, answers: list[Any] | None = None, **more: Any) -> Any:
+    def started(
+        inner: Any,
+        folder: Path = folder,
+        answers: list[Any] | None = None,
+        client: Any = None,
+        engines: int = 1,
+        **more: Any,
+    ) -> Any:
         said = {"keepset_contexts": str(folder), "keepset_signed": True, **more}
-        vllm_config = SimpleNamespace(additional_config=said, model_config=model_config)
-        middleware, app = RequestMiddleware(inner), SimpleNamespace(state=SimpleNamespace(vllm_config=vllm_config))
+        parallel_config = SimpleNamespace(data_parallel_size=engines)
+        vllm_config = SimpleNamespace(
+            additional_config=said, model_config=model_config, parallel_config=parallel_config
+        )
+        state = SimpleNamespace(vllm_config=vllm_config, engine_client=client)
+        middleware, app = RequestMiddleware(inner), SimpleNamespace(state=state)
 
         def asked(method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
             text = json.dumps(body).encode() if not isinstance(body, bytes) else body
@@ -198,6 +212,7 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
         ({"bytes": float("nan")}, "bytes is no number of 64 bits"),
         ({"bytes": "half"}, "bytes is 'half': give a number"),
         ({"bytes": [0.5]}, "give a number"),
+        ({"forget": 1}, "forget is 1: give true or false"),
         ({"off": True, "bytes": 0.5}, "with off nothing is dropped: leave keep, bytes and protect out"),
         ({"context": "manual", "bytes": 0.5}, "a context has a recipe of its own: leave keep, bytes,"),
         ({"keep": True}, "give a number"),
@@ -208,7 +223,7 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
         *((said, "give one or more of") for said in ([1], 7, "[" * 5000, {}, None, "manual")),
         (
             {"kepe": 512},
-            "keepset has no option 'kepe'; did you mean 'keep'\\? There are: bytes, context, conversation, keep, off",
+            "keepset has no option 'kepe'; did you mean 'keep'\\? There are: bytes, context, conversation, forget",
         ),
         ({"more": 1}, "keepset has no option 'more'"),
         ({"x" * 5000: 1}, "keepset has no option 'xxx"),
@@ -290,6 +305,112 @@ def test_usage_counts_the_tokens_of_a_context(name: str, streams: bool, cut: int
         if streams:
             assert lines[0] == {"text": "é"} and text.endswith("\n\ndata: [DONE]\n\n")
         assert not more or name != "nothing" or text
+
+
+TURN = {"computed": 5, "reused": 31, "dropped": 4, "held": 16}
+
+
+@pytest.mark.parametrize("cut", [1, 10**6], ids=["bytes", "whole"])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", USAGES)
+def test_an_answer_says_what_its_request_has_of_its_conversation(
+    name: str, streams: bool, cut: int, start: Start, counted: None
+) -> None:
+    """Beside each usage, for clients that ask for nothing; figures of several prompts are added up."""
+    given, _ = USAGES[name]
+
+    def answer(body: Any) -> tuple[int, list[bytes]]:
+        for _ in range(body.get("n", 1)):
+            stats.turn(from_signed(body["vllm_xargs"]["keepset"]).ticket, **TURN)
+        stats.turn("0" * 32, **TURN)  # another request's
+        text = json.dumps(given)
+        whole = (f'data: {{"text": "é"}}\n\ndata: {text}\n\ndata: [DONE]\n\n' if streams else text).encode()
+        return 200, [whole[first : first + cut] for first in range(0, len(whole), cut)]
+
+    sent: list[Any] = []
+    inner = Inner(answer)
+    ask = start(inner, answers=sent, keepset="knorm(keep=0.5, turns=True)")
+    for number in (1, 3):
+        sent.clear()
+        with suppress(ValueError):  # a stream is no JSON
+            ask("POST", COMPLETIONS, {"prompt": "", "n": number})
+        lines = [json.loads(line.removeprefix("data: ")) for line in text_of(sent).splitlines() if "{" in line]
+        expected = json.loads(json.dumps(given))
+        for part in (expected, expected.get("response"), expected.get("message")):
+            if part and part.get("usage"):
+                part["keepset"] = {figure: number * count for figure, count in TURN.items()}
+        assert lines == ([{"text": "é"}] if streams else []) + [expected]
+        assert inner.said() == RequestOptions()
+
+
+class EngineClient:
+    """vLLM's client of an engine in which each owner has conversations of these names."""
+
+    def __init__(self, **names: list[str]) -> None:
+        self.names = {served_contexts.owner_of(key): known for key, known in names.items()}
+
+    async def notify_kv_transfer_request_rejected(self, request_id: str, kv_transfer_params: Any) -> None:
+        asked = question_of(kv_transfer_params)
+        assert asked is not None and question_of({**kv_transfer_params, "keepset": "forged"}) is None
+        known = self.names[asked.owner]
+        if asked.delete is None:
+            stats.answer(asked.ticket, known)
+        else:
+            stats.answer(asked.ticket, asked.delete in known)
+            self.names[asked.owner] = [name for name in known if name != asked.delete]
+
+
+TALKS = {"keepset": "knorm(keep=0.5, turns=True)"}
+
+
+def test_a_key_lists_and_deletes_its_own_conversations(start: Start, counted: None, tmp_path: Path) -> None:
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    app = AuthenticationMiddleware(Inner(), tokens=["one", "two"])
+    ask = start(app, client=EngineClient(one=["a", "é/b", "n" * 255], two=["a"]), **TALKS)
+    listing = "/v1/conversations"
+    assert ask("GET", listing, key="one") == (200, {"object": "list", "data": ["a", "é/b", "n" * 255]})
+    assert ask("GET", listing)[0] == ask("DELETE", f"{listing}/a")[0] == 401
+    for name in ("a", "é/b", "n" * 255):
+        deleted = {"id": name, "object": "conversation.deleted", "deleted": True}
+        assert ask("DELETE", f"{listing}/{name}", key="one") == (200, deleted)
+        status, answer = ask("DELETE", f"{listing}/{name}", key="one")
+        assert status == answer["error"]["code"] == 404
+    for name in ("", "n" * 256):
+        assert ask("DELETE", f"{listing}/{name}", key="one")[0] == 400
+    assert [ask("GET", listing, key=key)[1]["data"] for key in ("one", "two")] == [[], ["a"]]
+    assert not list(tmp_path.glob("*answer-*"))
+
+
+def test_conversations_are_told_where_there_are_some(
+    start: Start, counted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, answer = start(Inner())("GET", "/v1/conversations")
+    assert status == 404 and "start it with turns=True" in answer["error"]["message"]
+    status, answer = start(Inner(), engines=2, **TALKS)("DELETE", "/v1/conversations/a")
+    assert status == 400 and "servers with one engine" in answer["error"]["message"]
+
+    class Silent:
+        async def notify_kv_transfer_request_rejected(self, *_: Any) -> None:
+            return
+
+    monkeypatch.setattr(conversations, "_SECONDS", 0.05)
+    status, answer = start(Inner(), client=Silent(), **TALKS)("GET", "/v1/conversations")
+    assert status == 503 and "does not answer" in answer["error"]["message"]
+
+
+def test_no_client_asks_the_engine(start: Start) -> None:
+    for said in ({"keepset": {"question": {}}}, {"keepset": "text"}):
+        body = {"prompt": "", "kv_transfer_params": said}
+        status, answer = start(Inner(), **TALKS)("POST", COMPLETIONS, body)
+        assert status == 400 and "at the top of the body" in answer["error"]["message"]
+    sealed = RequestOptions(owner="1" * 32, ticket="0" * 32).to_signed()
+    for said in ("text", {"keepset": 7}, {"keepset": sealed}, {"keepset": {"question": {}}}, None, ["keepset"]):
+        assert question_of(said) is None
+    asked = Question("0" * 32, "1" * 32, "a").to_parameters()
+    assert question_of(asked) == Question("0" * 32, "1" * 32, "a")
+    with pytest.raises(TypeError):
+        from_signed(asked["keepset"])
 
 
 def test_a_key_sees_its_own(folder: Path, start: Start) -> None:
