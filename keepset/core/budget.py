@@ -182,13 +182,17 @@ class Budget:
     def of_tokens(self, tokens: int) -> Budget:
         """Return the budget in entries of a text of so many tokens, of which some entries may be gone already.
 
+        A text of fewer tokens than `short` keeps all of them.
+
         Raises:
             BudgetError: if the budget is still in bytes.
         """
-        if not isinstance(self.keep, float):
-            return self
-        always = self.sinks + (0 if self.recent_extra else self.recent)
-        return replace(self, keep=max(int(share_of(torch.tensor(tokens, dtype=torch.long), self.keep)), always, 1))
+        always, keep = self.sinks + (0 if self.recent_extra else self.recent), self.keep
+        if tokens < self.short:
+            keep = max(tokens, always, 1)
+        elif isinstance(keep, float):
+            keep = max(int(share_of(torch.tensor(tokens, dtype=torch.long), keep)), always, 1)
+        return replace(self, keep=keep, short=0)
 
     def quotas(self, sizes: Sizes) -> Quotas:
         """Return how many entries each KV head keeps: at least one, and all where there are fewer than asked for.

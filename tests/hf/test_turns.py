@@ -29,6 +29,7 @@ RECIPES = [
     "pyramid(snapkv(window=8), keep=0.5, turns=True)",
     "adakv(streaming_llm, keep=1.0, turns=True)",
     "tova(keep=0.3, turns=True)",
+    "pool(snapkv(window=8), bytes=0.3, short=120, turns=True)",
 ]
 
 

@@ -112,6 +112,9 @@ def compact(oracle: Oracle, recipe: Recipe, length: int, said: int, prompt: int,
     """Drop what the recipe does not keep of all that was said: a share is one of these tokens."""
     budget = budget_of(recipe, oracle._layers[0].heads[0].keys.shape[-1])
     budget = replace(budget, protect=[[0, system]]) if system else budget
+    if said < budget.short:
+        return
+    budget = replace(budget, short=0)
     if isinstance(budget.keep, float):
         always = budget.sinks + budget.recent
         budget = replace(budget, keep=max(int(budget.keep * said + 1e-9), always, 1))

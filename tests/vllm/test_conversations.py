@@ -28,6 +28,7 @@ APART = 60
 EQUAL = "snapkv(window=8, bytes=0.4, turns=True)"
 RAGGED = "adakv(snapkv(window=8), keep=70, turns=True)"
 POOLED = "pool(snapkv(window=8), bytes=0.3, turns=True)"
+SHORT = "pool(snapkv(window=8), bytes=0.3, short=230, turns=True)"
 NETWORKS = "pool(distilled(stats='FILE'), bytes=0.3, turns=True)"
 WHOLE = "adakv(streaming_llm, keep=1.0, turns=True)"
 ENGINE: dict[str, Any] = {"max_model_len": 1024, "num_gpu_blocks_override": 160, "max_num_batched_tokens": 128}
@@ -92,7 +93,7 @@ CASES = [
     *((POOLED, chat, "") for chat in ("again", "left out", "reworded")),
 ]
 MORE = [
-    *((recipe, "goes on", "") for recipe in (EQUAL, RAGGED, "pyramid(snapkv(window=8), keep=80, turns=True)")),
+    *((recipe, "goes on", "") for recipe in (EQUAL, RAGGED, SHORT, "pyramid(snapkv(window=8), keep=80, turns=True)")),
     *((recipe, "goes on", way) for recipe in (EQUAL, POOLED) for way in ("ahead", "own process")),
     *((recipe, chat, "") for recipe in (EQUAL, RAGGED, NETWORKS, WHOLE) for chat in ("again", "left out")),
     (POOLED, "nested", ""),

@@ -61,7 +61,7 @@ def test_without_a_recipe_the_default_is_named(run: Run, tiny: Any, say: Any) ->
     say("/again")
     done = run("chat")
     assert (done.code, done.out) == (0, "")
-    assert "the default is taken: quantized(pool(snapkv), bytes=0.25, turns=True)." in done.err
+    assert "the default is taken: quantized(pool(snapkv), bytes=0.25, short=256, turns=True)." in done.err
     assert "Nothing was said yet: write a message." in done.err
 
 

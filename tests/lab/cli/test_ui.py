@@ -110,7 +110,7 @@ def test_a_chat_is_that_of_the_library(
 ) -> None:
     """Answers and figures are those of a conversation that is held beside it, also if a turn is asked for again."""
     monkeypatch.setattr(playground, "CHAT_ANSWER", 8)
-    chat = keepset.Conversation(*tiny_pair, "quantized(pool(snapkv), bytes=0.25, turns=True)")
+    chat = keepset.Conversation(*tiny_pair, "quantized(pool(snapkv), bytes=0.25, short=256, turns=True)")
     said: list[str] = []
     for text, is_again in (("Who are you? " * 9, False), ("Who are you? " * 9, True), (EVIL, False), (EVIL, True)):
         del said[len(said) - 2 * is_again :]
