@@ -1,8 +1,8 @@
 """Conversations: each turn tells a fact or corrects an earlier one, and all facts are asked for after the last turn.
 
-The assistant's answers are fixed ("I see."), and an answer begins with the words of its sentence. So small models can do
-it, and recipes are judged by what they keep. Of SCBench's kinds (Li and others 2024, arXiv:2412.10319) these are many
-facts, with all questions about one history (`chat`), or one in each turn, each followed by the right answer
+The assistant's answers are fixed ("I see."), and an answer begins with the words of its sentence. So small models can
+do it, and recipes are judged by what they keep. Of the kinds of SCBench (Li and others 2024, arXiv:2412.10319) this is
+that of many facts, with all questions about one history (`chat`), or one in each turn, followed by the right answer
 (`chat_turns`).
 """
 
@@ -271,5 +271,5 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Message], *, asks: bool) -
 
 def _count(tokenizer: Tokenizer, example: Example) -> int:
     assert isinstance(example, ChatExample)
-    longest = max(example.asked, key=lambda question: len(question.prefix))
+    longest = max(example.asked, key=lambda question: len(texts.encode(tokenizer, question.prefix)))
     return len(rendered(tokenizer, [*example.messages, longest.message], asks=True))
