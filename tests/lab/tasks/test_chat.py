@@ -10,7 +10,6 @@ from keepset.lab.tasks.find import find
 from keepset.lab.tasks.task import TaskSettings
 
 
-
 def chats(kind: str, length: int, turns: int = 15, compactions: int = 1) -> ChatTask:
     [made] = find([kind], TaskSettings(None, (length,), turns, (compactions,)))
     assert isinstance(made, ChatTask)
@@ -130,11 +129,11 @@ def test_the_history_is_compressed_after_even_parts(compactions: int, ends: list
 
 def test_what_cannot_be_made_is_refused(tokenizer: Any) -> None:
     assert len({task.name for name in NAMES for task in find([name], TaskSettings(lengths=(512, 1024)))}) == 16
-    with pytest.raises(KeepsetError, match="15 turns cannot be compressed 16 times: ask for at most 15."):
+    with pytest.raises(KeepsetError, match="15 turns cannot be compressed 16 times: ask for at most 15"):
         chats("chat", 700, 15, 16)
-    with pytest.raises(KeepsetError, match="201 turns are too many for different facts: ask for at most 200."):
+    with pytest.raises(KeepsetError, match="201 turns are too many for different facts: ask for at most 200"):
         chats("chat", 700, 201)
-    with pytest.raises(KeepsetError, match="300 tokens leave no room for 15 turns: ask for more."):
+    with pytest.raises(KeepsetError, match="300 tokens leave no room for 15 turns: ask for more"):
         chats("chat", 300).examples(tokenizer, limit=1)
     tokenizer = type("Tokenizer", (), {"chat_template": None})()
     with pytest.raises(KeepsetError, match="needs a chat template, and the model's tokenizer has none"):
