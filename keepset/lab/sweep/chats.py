@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from keepset.hf.conversation import Conversation
 from keepset.lab.candidate import Candidate
@@ -102,7 +103,11 @@ class FullChat:
         matched = next((at for at, (held, asked) in enumerate(pairs) if held != asked), None)
         matched = min(len(self._ids), len(prompt) - 1) if matched is None else matched
         if matched < len(self._ids):
-            self._cache.crop(matched)
+            if all(type(layer) is DynamicLayer for layer in self._cache.layers):
+                self._cache.crop(matched)
+            else:  # windows and recurrent states cannot go back
+                self._begin_anew()
+                matched = 0
         self._ids, self.computed = list(prompt[:matched]), len(prompt) - matched
 
     def _begin_anew(self) -> None:
@@ -199,12 +204,9 @@ def play(
     else:
         refuse_contaminated(candidate.recipe, example.context)
         chat = Conversation(model, begins, candidate.recipe)
-    try:
-        computed = _hear(chat, task, example, _greedy(tokenizer))
-        figures = {**_figures(chat, len(rendered(begins, example.messages, asks=False))), "computed": computed}
-        replies = _ask(chat, task, example, _greedy(tokenizer))
-    finally:
-        _end(chat)
+    computed = _hear(chat, task, example, _greedy(tokenizer))
+    figures = {**_figures(chat, len(rendered(begins, example.messages, asks=False))), "computed": computed}
+    replies = _ask(chat, task, example, _greedy(tokenizer))
     rights = [task.judge(question, reply)["right"] for question, reply in zip(example.questions, replies, strict=True)]
     groups: dict[str, list[float]] = {}
     for question, right in zip(example.asked, rights, strict=True):
@@ -233,9 +235,7 @@ def _ask(chat: Conversation | FullChat, task: ChatTask, example: ChatExample, op
         asked = chat if task.asks_in_turns else chat.fork()
         replies.append(asked.say([*history, question.message], **options, max_new_tokens=task.generation.tokens))
         if task.asks_in_turns:
-            history += [question.message, {"role": "assistant", "content": f"{question.prefix} {question.target}."}]
-        else:
-            _end(asked)
+            history += [question.message, question.answer]
     return replies
 
 
@@ -248,11 +248,6 @@ def _figures(chat: Conversation | FullChat, said: int) -> dict[str, float]:
         keep = share = chat.tokens / said
         nbytes, nbytes_full = chat.nbytes, round(chat.nbytes / max(chat.tokens, 1) * said)
     return {"keep": keep, "share": share, "kv_bytes": nbytes, "kv_bytes_full": nbytes_full}
-
-
-def _end(chat: Conversation | FullChat) -> None:
-    if isinstance(chat, Conversation):
-        chat.cache.stop_watching()
 
 
 def _greedy(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -78,6 +78,11 @@ class ChatQuestion(Question):
         """The message that asks it."""
         return {"role": "user", "content": self.text, "begun": self.prefix}
 
+    @property
+    def answer(self) -> Message:
+        """The right answer."""
+        return {"role": "assistant", "content": f"{self.prefix} {self.target}."}
+
 
 @dataclass(frozen=True)
 class ChatExample(Example):
@@ -116,7 +121,7 @@ def make(name: str, settings: TaskSettings) -> list[Task]:
 
 
 class ChatTask(Task):
-    """Conversations of so many tokens, with the longest question and its answer.
+    """Conversations of so many tokens, with the longest question and its answer, or with all questions that are turns.
 
     Args:
         kind: one of `NAMES`. With `chat_tools` facts are in results of tools, with `chat_cleared` these are also taken
@@ -151,7 +156,7 @@ class ChatTask(Task):
         examples, guess, begins = list[ChatExample](), None, begun(tokenizer)
         for index in range(EXAMPLES if limit is None else limit):
             make = partial(self._example, f"{self.turns} {seed} {index}", index)
-            fitted = fit(make, partial(_count, begins), self.length - _TOKENS, smallest=_CHARACTERS, guess=guess)
+            fitted = fit(make, partial(self._count, begins), self.length - _TOKENS, smallest=_CHARACTERS, guess=guess)
             if fitted is None:
                 raise KeepsetError(f"{self.length} tokens leave no room for {self.turns} turns: ask for more.")
             guess, example = fitted
@@ -192,6 +197,14 @@ class ChatTask(Task):
             tuple(turns),
             _cleared(said) if self.kind == "chat_cleared" else (),
         )
+
+    def _count(self, tokenizer: Tokenizer, example: Example) -> int:
+        """Return the tokens of a conversation with its longest question, or with all that are turns."""
+        assert isinstance(example, ChatExample)
+        longest = max(example.asked, key=lambda question: len(texts.encode(tokenizer, question.prefix)))
+        answered = example.asked if self.asks_in_turns else ()
+        before = [message for question in answered for message in (question.message, question.answer)]
+        return len(rendered(tokenizer, [*example.messages, *before, longest.message], asks=True))
 
     def _turn(self, number: int, text: str) -> tuple[Message, ...]:
         if self.kind in ("chat", "chat_turns"):
@@ -267,9 +280,3 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Message], *, asks: bool) -
             [dict(message) for message in messages], add_generation_prompt=asks, tokenize=True, return_dict=False
         )
     )
-
-
-def _count(tokenizer: Tokenizer, example: Example) -> int:
-    assert isinstance(example, ChatExample)
-    longest = max(example.asked, key=lambda question: len(texts.encode(tokenizer, question.prefix)))
-    return len(rendered(tokenizer, [*example.messages, longest.message], asks=True))

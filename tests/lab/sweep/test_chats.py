@@ -62,18 +62,22 @@ def text_of(messages: Sequence[Message]) -> str:
     return "".join(f"{message['role'][0]}:{message['content']}|" for message in messages)
 
 
-def answered(prompt: str, tokens: int) -> str:
-    """What a fresh model says, with no cache of ours."""
+def generated(prompt: str, tokens: int, model: str = "llama") -> torch.Tensor:
+    """The tokens that a fresh model says, with no cache of ours."""
     ids = TOKENIZER(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-    said = tiny("llama").generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
-    return str(TOKENIZER.decode(said, skip_special_tokens=True))
+    said = tiny(model).generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return said[0, ids.shape[1] :]
 
 
-def answers(history: str, tokens: int = 5, *, in_turns: bool = False) -> list[str]:
+def answered(prompt: str, tokens: int, model: str = "llama") -> str:
+    return str(TOKENIZER.decode(generated(prompt, tokens, model), skip_special_tokens=True))
+
+
+def answers(history: str, *, in_turns: bool = False, model: str = "llama") -> list[str]:
     """The answers to all questions after a history, each followed by the right one if they are turns."""
     replies = []
     for begin, end, _ in ASKED:
-        replies.append(answered(f"{history}u:And?|a:{begin}", tokens))
+        replies.append(answered(f"{history}u:And?|a:{begin}", 5, model))
         if in_turns:
             history += f"u:And?|a:{begin} {end}.|"
     return replies
@@ -93,12 +97,18 @@ def test_with_everything_kept_answers_are_those_of_one_prompt(
     assert tokens - 7 <= cell.figures["computed"] <= tokens  # a conversation computes "I see.|" with what follows
 
 
-def test_the_full_cache_reads_a_cleared_history_anew_from_there() -> None:
+@pytest.mark.parametrize("model", ["llama", "gemma3", pytest.param("falcon_h1", marks=pytest.mark.full)])
+def test_the_full_cache_reads_a_cleared_history_anew_from_there(model: str) -> None:
     made = example(by_tool=True)
-    cell = play(FULL_CACHE, task(2, "chat_cleared"), made)
+    cell = play(FULL_CACHE, task(2, "chat_cleared"), made, tiny(model))
     whole, cleared = text_of(made.messages), text_of(made.cleared)
-    assert cell.replies == answers(cleared)
-    common = next(at for at, pair in enumerate(zip(whole, cleared, strict=False)) if pair[0] != pair[1])
+    assert cell.replies == answers(cleared, model=model)
+    # Windows and recurrent states cannot go back, so such a model begins anew.
+    common = (
+        0
+        if model != "llama"
+        else next(at for at, pair in enumerate(zip(whole, cleared, strict=False)) if pair[0] != pair[1])
+    )
     assert cell.figures["computed"] == len(whole) - len("I see.|") + len(cleared) - common
     assert cell.figures["share"] == pytest.approx(len(cleared) / len(whole))
 
@@ -127,10 +137,13 @@ def test_a_summary_takes_the_place_of_all_that_was_said() -> None:
     made = example()
     history, begins = text_of(made.messages), chats._SUMMED_UP
     room = 90 - len(f"u:{begins}|a:I see.|")
-    summary = answered(f"{history}u:{chats._SUM_UP}|a:{begins}", room)
+    asked = f"u:{chats._SUM_UP}|a:{begins}"
+    ids = generated(history + asked, room)
+    summary = str(TOKENIZER.decode(ids, skip_special_tokens=True))
     known = f"u:{begins}{summary.rstrip()}|a:I see.|"
     cell = play(candidate, task(1), made)
     assert cell.error is None and cell.replies == answers(known)
+    assert cell.figures["computed"] == len(history) + len(asked) + len(ids) - 1 + len(known)
     assert len(known) <= 90 and cell.figures["share"] == pytest.approx(len(known) / len(history))
 
 

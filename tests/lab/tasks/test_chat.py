@@ -70,6 +70,16 @@ def test_what_is_asked_was_told_and_the_newest_counts(kind: str, length: int, tu
         assert 0.9 * length < max(taken) + made.generation.tokens <= length
 
 
+def test_questions_that_are_turns_count(tokenizer: Any) -> None:
+    for example in chats("chat_turns", 1200, 8).examples(tokenizer, limit=2):
+        check(example, 8)
+        said = "".join(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>I see.<|im_end|>\n" for text in told(example))
+        for question in example.questions:
+            said += f"<|im_start|>user\n{question.text}<|im_end|>\n"
+            said += f"<|im_start|>{question.prefix} {question.target}.<|im_end|>\n"
+        assert 1000 < len(tokenizer(said)["input_ids"]) < 1200
+
+
 def test_the_same_seed_makes_the_same_conversations(tokenizer: Any) -> None:
     made = chats("chat", 500, 6)
     assert made.examples(tokenizer, limit=3)[:2] == made.examples(tokenizer, limit=2)
