@@ -128,15 +128,14 @@ def evaluate(options: EvalOptions) -> None:
     check_writable(options.out, options.json_file)
     check_ray(options.ray)
 
-    from keepset.lab.tasks.chat import ChatTask
+    from keepset.lab.tasks.chat import ChatSettings, ChatTask
     from keepset.lab.tasks.find import find
-    from keepset.lab.tasks.task import TaskSettings
 
     names = [name.strip() for word in options.tasks for name in word.split(",") if name.strip()]
     lengths = tuple(parse_whole(options.prompt_tokens, "prompt-tokens"))
     compactions = tuple(parse_whole(options.compactions, "compactions"))
     with status("reading the tasks"):
-        chosen = find(names, TaskSettings(options.data, lengths, options.turns, compactions))
+        chosen = find(names, ChatSettings(options.data, lengths, options.turns, compactions))
     has_chats = any(isinstance(task, ChatTask) for task in chosen)
     if has_chats:
         _check_chats(options)

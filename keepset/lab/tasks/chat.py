@@ -107,17 +107,33 @@ class ChatExample(Example):
         return [message for turn in self.turns for message in turn]
 
 
+@dataclass(frozen=True)
+class ChatSettings(TaskSettings):
+    """The settings of tasks, and those of conversations.
+
+    Attributes:
+        turns: how many turns come before the questions.
+        compactions: how often conversations are compressed meanwhile; each number makes a task of its own.
+    """
+
+    turns: int = 15
+    compactions: tuple[int, ...] = (1, 8)
+
+
 def make(name: str, settings: TaskSettings) -> list[Task]:
     """Return a task for every length and every number of compactions.
 
     Args:
         name: one of `NAMES`.
-        settings: the settings, with lengths, turns and compactions.
+        settings: the settings, perhaps with those of conversations.
+
+    Raises:
+        KeepsetError: there are too many turns, or fewer than compactions.
     """
-    if settings.turns > MOST_TURNS:
-        raise KeepsetError(f"{settings.turns} turns are too many for different facts: ask for at most {MOST_TURNS}.")
-    counts = settings.compactions
-    return [ChatTask(name, length, settings.turns, count) for length in settings.lengths for count in counts]
+    chat = settings if isinstance(settings, ChatSettings) else ChatSettings(settings.data, settings.lengths)
+    if chat.turns > MOST_TURNS:
+        raise KeepsetError(f"{chat.turns} turns are too many for different facts: ask for at most {MOST_TURNS}.")
+    return [ChatTask(name, length, chat.turns, count) for length in chat.lengths for count in chat.compactions]
 
 
 class ChatTask(Task):

@@ -17,19 +17,10 @@ Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """The settings of tasks.
-
-    Attributes:
-        data: a user's folder with `<task>.jsonl`.
-        lengths: lengths of prompts in tokens.
-        turns: how many turns of a conversation come before its questions.
-        compactions: how often conversations are compressed meanwhile; each number makes a task of its own.
-    """
+    """The settings of tasks: a user's folder with `<task>.jsonl`, and lengths of prompts in tokens."""
 
     data: Path | None = None
     lengths: tuple[int, ...] = (4096,)
-    turns: int = 15
-    compactions: tuple[int, ...] = (1, 8)
 
     def __post_init__(self) -> None:
         if self.data is not None and not self.data.is_dir():

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from keepset import KeepsetError
-from keepset.lab.tasks.chat import NAMES, ChatExample, ChatTask
+from keepset.lab.tasks.chat import NAMES, ChatExample, ChatSettings, ChatTask
 from keepset.lab.tasks.find import find
 from keepset.lab.tasks.task import TaskSettings
 
 
 def chats(kind: str, length: int, turns: int = 15, compactions: int = 1) -> ChatTask:
-    [made] = find([kind], TaskSettings(None, (length,), turns, (compactions,)))
+    [made] = find([kind], ChatSettings(None, (length,), turns, (compactions,)))
     assert isinstance(made, ChatTask)
     return made
 
