@@ -152,8 +152,8 @@ class ChatTask(Task):
     metric, generation = "right", Generation(_TOKENS)
 
     def __init__(self, kind: str, length: int, turns: int, compactions: int) -> None:
-        if compactions > turns:
-            raise KeepsetError(f"{turns} turns cannot be compressed {compactions} times: ask for at most {turns}.")
+        if not 1 <= compactions <= turns:
+            raise KeepsetError(f"{turns} turns cannot be compressed {compactions} times: ask for 1 to {turns}.")
         self.kind, self.length, self.turns, self.compactions = kind, length, turns, compactions
         self.asks_in_turns = kind == "chat_turns"
         times = "once" if compactions == 1 else f"{compactions} times"
