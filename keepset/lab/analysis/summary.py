@@ -1,6 +1,7 @@
 """`summarize`: from records to rows by task and recipe, averages, curves, needle maps, and `conclusion`, a sentence."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -153,7 +154,8 @@ def _best_first(row: Row) -> tuple[Any, ...]:
 def split(records: Sequence[Record], fact: str) -> list[Record]:
     """Return the records with each value of a fact of the examples, such as `level`, as a separate task.
 
-    Records of examples without the fact are left out.
+    A fact may also be one of an example's questions, such as `told`: then there is a score for each of its values, such
+    as `told 1 to 5`. Records of examples without the fact are left out.
 
     Args:
         records: the records.
@@ -167,10 +169,26 @@ def split(records: Sequence[Record], fact: str) -> list[Record]:
         for record in records
         if fact in record.facts
     ]
+    parts += [
+        replace(record, task=f"{record.task}, {name}", metric=name)
+        for record in records
+        for name in record.scores
+        if name.startswith(f"{fact} ")
+    ]
     if not parts:
-        available = ", ".join(sorted({name for record in records for name in record.facts})) or "nothing"
+        names = {name for record in records for name in (*record.facts, *_facts_of_questions(record))}
+        available = ", ".join(sorted(names)) or "nothing"
         raise KeepsetError(f"No example has the fact {fact}, so nothing can be split by it; there are: {available}.")
-    return sorted(parts, key=lambda part: part.task)
+    return sorted(parts, key=lambda part: _natural(part.task))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key by which numbers in names are in their order."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _facts_of_questions(record: Record) -> list[str]:
+    return [name.partition(" ")[0] for name in record.scores if " " in name]
 
 
 def groups_of(task: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
 BUDGETS = "0.5,0.25"
+CHATS = "pool(snapkv), adakv(snapkv)"
 DECODING = "snapkv, r_kv, ams(tova)"
 DECODING_BUDGETS = "256,128"
 _EVERY = 64
@@ -44,7 +45,8 @@ class EvalOptions(ModelOptions):
         Argument(
             metavar="TASKS",
             help="Separated by commas: needle, ruler, longbench, longbench2, or one of their tasks, gsm8k, math500, "
-            "aime24, aime25, or any task of lm-evaluation-harness.",
+            "aime24, aime25, the conversations chat, chat_turns, chat_tools and chat_cleared, or any task of "
+            "lm-evaluation-harness.",
         ),
     ]
     recipes: Recipes = None
@@ -59,6 +61,11 @@ class EvalOptions(ModelOptions):
     prompt_tokens: Annotated[
         str, Option(help="Lengths of prompts in tokens, separated by commas, for tasks that are made to a length.")
     ] = "1024"
+    turns: Annotated[int, Option(help="How many turns of a conversation come before its questions.")] = 15
+    compactions: Annotated[
+        str,
+        Option(help="How often conversations are compressed before their questions, each number in a task of its own."),
+    ] = "1,8"
     limit: Annotated[
         int | None, Option(help="Take the first examples of each task. [default: all; of generated tasks ten]")
     ] = None
@@ -111,7 +118,7 @@ def evaluate(options: EvalOptions) -> None:
     written to a file at once. The same command resumes after a stop. Recipes, budgets, tasks and seeds can be added to
     a file. One process adds to a file at a time; --ray uses many machines.
     """
-    check_least(1, limit=options.limit, output_tokens=options.output_tokens)
+    check_least(1, limit=options.limit, output_tokens=options.output_tokens, turns=options.turns)
     check_least(0, every=options.every)
     if options.limit is not None and options.sample is not None:
         raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
@@ -121,13 +128,17 @@ def evaluate(options: EvalOptions) -> None:
     check_writable(options.out, options.json_file)
     check_ray(options.ray)
 
+    from keepset.lab.tasks.chat import ChatSettings, ChatTask
     from keepset.lab.tasks.find import find
-    from keepset.lab.tasks.task import TaskSettings
 
     names = [name.strip() for word in options.tasks for name in word.split(",") if name.strip()]
     lengths = tuple(parse_whole(options.prompt_tokens, "prompt-tokens"))
+    compactions = tuple(parse_whole(options.compactions, "compactions"))
     with status("reading the tasks"):
-        chosen = find(names, TaskSettings(options.data, lengths))
+        chosen = find(names, ChatSettings(options.data, lengths, options.turns, compactions))
+    has_chats = any(isinstance(task, ChatTask) for task in chosen)
+    if has_chats:
+        _check_chats(options)
 
     from keepset.lab.analysis.summary import summarize
     from keepset.lab.sweep.sweep import SweepGrid
@@ -151,21 +162,36 @@ def evaluate(options: EvalOptions) -> None:
     summary = summarize(cells)
     output(summary.to_json(), options.json_file, lambda: print_summary(summary))
     note(f"all figures are in {str(options.out)!r}: keepset results shows them again")
+    if has_chats:
+        note("with --by told it shows them by the turn in which a fact was told, with --by corrected by whether it was")
     say_lost(lost)
     if lost or any(row.failed for row in summary.rows):
         raise Exit(1)
+
+
+def _check_chats(options: EvalOptions) -> None:
+    """Refuse options that conversations do not have."""
+    given = {"--mode": options.mode != "prompt", "--no-chat": options.no_chat, "--temperature": options.temperature > 0}
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise KeepsetError(f"Conversations are chats that are answered greedily: leave {', '.join(wrong)} out.")
 
 
 def _candidates(
     task: Task, options: EvalOptions, budgets: Sequence[Budget] | None, always: tuple[int, int]
 ) -> Sequence[Candidate]:
     from keepset.core.budget import Budget
-    from keepset.lab.candidate import candidates
+    from keepset.lab.candidate import candidates, text_of
+    from keepset.lab.sweep import chats
+    from keepset.lab.tasks.chat import ChatTask
     from keepset.recipe import Recipe
 
+    is_chat = isinstance(task, ChatTask)
     every = _EVERY if options.every is None else options.every
     interval = every if every and task.decodes else None
-    requested = Recipe.parse_list((DECODING if interval else RECIPES) if options.recipes is None else options.recipes)
+    default = DECODING if interval else CHATS if is_chat else RECIPES
+    requested = Recipe.parse_list(default if options.recipes is None else options.recipes)
+    if is_chat:
+        requested = [replace(recipe, schedule=replace(recipe.schedule, turns=True)) for recipe in requested]
     if budgets is None:
         budgets = parse_budgets(DECODING_BUDGETS if interval else BUDGETS)
     open_ended = [recipe for recipe in requested if not recipe.budget.is_given and recipe.method.traits.needs_budget]
@@ -182,8 +208,11 @@ def _candidates(
     chosen = candidates(requested, budgets, interval, always)
     if not options.no_baselines:
         random = f"random(protect_prompt=True, every={interval})" if interval else "random"
+        others = "streaming_llm(turns=True)" if is_chat else f"{random}, streaming_llm"
         under = [*named, *(budgets if open_ended or not named else [])]
-        chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)
+        chosen += candidates(Recipe.parse_list(others), under, interval, always)
+        if is_chat:
+            chosen += chats.baselines(list(filter(None, map(text_of, under))))
     return list({candidate.text: candidate for candidate in chosen}.values())
 
 

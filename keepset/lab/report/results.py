@@ -54,6 +54,7 @@ _FIGURES = [
     Column("difference (95%)", lambda row: row.difference, lambda figure: interval(figure, "+"), "%", rank=2),
     Column("kept", _mean("keep"), percent, "of entries", rank=3),
     Column("of 16-bit", _mean("share"), percent, "full cache", rank=1),
+    Column("computed", _mean("computed"), integer, "tokens", rank=2),
     Column("examples", _examples, rank=4),
     Column("KV cache", _mean("kv_bytes"), megabytes, "MB", page_only=True),
     Column("tokens", _mean("tokens"), decimals(1), page_only=True),

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -24,10 +24,12 @@ from keepset.lab.analysis.events import EventFigures, repetition_rate
 from keepset.lab.candidate import Candidate
 from keepset.lab.compile.corpus import refuse_contaminated
 from keepset.lab.generation import Answer, StopCriterion, likelihoods, picker
-from keepset.lab.memory import CacheMemory, MemoryBudget, most_tokens
+from keepset.lab.memory import CacheMemory, MemoryBudget, is_out_of_memory, most_tokens
 from keepset.lab.record import Record, merged
+from keepset.lab.sweep import chats
 from keepset.lab.sweep.pool import MOST, Answers, Job, Pool
 from keepset.lab.sweep.prompts import Asking, Prompt, PromptBuilder, TokenizedQuestion
+from keepset.lab.tasks.chat import ChatExample, ChatTask
 from keepset.lab.tasks.task import Example, Reply, Task, Tokenizer
 from keepset.models import context_length
 from keepset.recipe import Recipe
@@ -96,6 +98,9 @@ class Engine:
             The record of every cell as soon as it is complete, the candidates of an example in their order. A candidate
             that cannot run has a record with an error; one for which memory was not enough is skipped.
         """
+        if isinstance(portion.task, ChatTask):
+            yield from self._chats(portion.task, portion)
+            return
         builder = PromptBuilder(self._tokenizer, portion.task, self._asking, self._longest)
         jobs = (job for seed, example in portion.examples for job in self._jobs(portion, seed, example, builder))
         for job, records in Pool(self._model, self._room, jobs, self._most).run():
@@ -105,6 +110,22 @@ class Engine:
             while cell.siblings and (result := cell.siblings[0].result) is not None:
                 cell.siblings.popleft()
                 yield result
+
+    def _chats(self, task: ChatTask, portion: Portion) -> Iterator[Record | Skipped]:
+        """Yield the cells of conversations, one after another: what is computed later depends on the candidate."""
+        for (seed, example), candidate in product(portion.examples, portion.candidates):
+            assert isinstance(example, ChatExample)
+            cell = _blank(task, seed, example, candidate)
+            try:
+                if cell.error is None:
+                    cell = chats.play(self._model, self._tokenizer, task, example, candidate, cell)
+                yield cell
+            except KeepsetError as error:
+                yield replace(cell, error=str(error))
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                yield _out_of_memory(cell)
 
     def _jobs(self, portion: Portion, seed: int, example: Example, builder: PromptBuilder) -> Iterator[_Job]:
         """Yield a job for each candidate on one example; all of them share its prefills.
@@ -293,7 +314,7 @@ class _Cell:
             peak_bytes: the most bytes that the device had allocated; None if unknown.
         """
         if answered is None:
-            self.result = Skipped(self.record.task, self.record.recipe, "memory was not enough")
+            self.result = _out_of_memory(self.record)
         elif self.record.error is not None:
             self.result = self.record
         else:
@@ -320,6 +341,10 @@ def _most_tokens(recipe: Recipe | None, prompt: Prompt, answer: int) -> int:
     after = max(len(question.ids) for question in prompt.questions) + answer
     # During compression a prompt is in memory twice.
     return max(most_tokens(recipe, len(prompt.ids), after), 2 * len(prompt.ids))
+
+
+def _out_of_memory(cell: Record) -> Skipped:
+    return Skipped(cell.task, cell.recipe, "memory was not enough")
 
 
 def _blank(task: Task, seed: int, example: Example, candidate: Candidate) -> Record:

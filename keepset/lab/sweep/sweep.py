@@ -12,9 +12,11 @@ from itertools import product
 from keepset.errors import KeepsetError
 from keepset.lab.candidate import Candidate
 from keepset.lab.record import Record
+from keepset.lab.sweep import chats
 from keepset.lab.sweep.engine import Engine, Portion, Skipped
 from keepset.lab.sweep.prompts import Asking, PromptBuilder
 from keepset.lab.sweep.store import Key, Store
+from keepset.lab.tasks.chat import ChatExample, ChatTask
 from keepset.lab.tasks.task import Example, Task, Tokenizer
 
 
@@ -153,6 +155,10 @@ def cost(portions: Sequence[Portion], tokenizer: Tokenizer, asking: Asking) -> C
         prompts, answer = PromptBuilder(tokenizer, portion.task, asking, None), portion.task.generation.tokens
         for seed, example in portion.examples:
             examples.add((portion.task.name, seed, example.id))
+            if isinstance(portion.task, ChatTask) and isinstance(example, ChatExample):
+                of_chat = chats.cost(portion.task, example, portion.candidates)
+                prompt_tokens, answer_tokens = prompt_tokens + of_chat[0], answer_tokens + of_chat[1]
+                continue
             for prompt in prompts.of(example):
                 prompt_tokens += len(prompt.ids)
                 for question in prompt.questions:

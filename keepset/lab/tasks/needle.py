@@ -60,14 +60,5 @@ class NeedleTask(Task):
         city, number, depth = draw.choice(texts.CITIES), str(draw.randint(1000, 9999)), _DEPTHS[index % len(_DEPTHS)]
         needle = texts.secret_number(city, number)
         question = Question(f"\n\n{needle.question}", target=number, prefix=f" {needle.opening}")
-        context = texts.insert(_haystack(index, size), needle, depth)
+        context = texts.insert(texts.haystack(index, size), needle, depth)
         return Example(str(index), context, (question,), {"length": self.length, "depth": depth})
-
-
-def _haystack(index: int, size: int) -> str:
-    """Return about `size` characters of whole words: essays one after another, from the one at this index on."""
-    names, text = texts.essays(), ""
-    while len(text) < size:
-        text += texts.essay(names[index % len(names)]) + "\n\n"
-        index += 1
-    return text[:size].rsplit(maxsplit=1)[0]

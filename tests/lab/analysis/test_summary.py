@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from keepset.errors import KeepsetError
 from keepset.lab.analysis.intervals import Figure, of_difference, of_score
 from keepset.lab.analysis.rows import Row
-from keepset.lab.analysis.summary import LEAST_EXAMPLES, Summary, groups_of, summarize
+from keepset.lab.analysis.summary import LEAST_EXAMPLES, Summary, groups_of, split, summarize
 from keepset.lab.record import FULL, Record
 from keepset.lab.tasks import longbench
 from tests.lab.analysis.cells import FULL_BYTES, cell, cells
@@ -317,3 +317,14 @@ def test_examples_are_compared_one_by_one(right: int, chosen: str) -> None:
     """Of 12 pairs 3 that differ may be chance, and 5 are none (Agresti & Min, by hand: -0.04..0.47 and 0.07..0.64)."""
     made = [*cells(FULL, RIGHT), *cells("a(bytes=0.5)", RIGHT), *cells("a(bytes=0.1)", found(right))]
     assert chosen in summarize([*made, *cells("b(bytes=0.05)", found(0))]).conclusion
+
+
+def test_questions_of_one_example_are_split_by_their_scores() -> None:
+    told = {"told 11 to 15": 0.5, "told 6 to 10": 1.0}
+    records = [replace(each, scores={**each.scores, **told}) for each in cells(FULL, [1.0, 1.0])]
+    parts = split(records, "told")
+    assert [(part.task, part.score) for part in parts] == [("qa, told 6 to 10", 1.0)] * 2 + [
+        ("qa, told 11 to 15", 0.5)
+    ] * 2
+    with pytest.raises(KeepsetError, match=r"there are: told\."):
+        split(records, "depth")

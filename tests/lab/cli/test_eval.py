@@ -255,3 +255,24 @@ def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path, monke
     assert (done.code, done.out) == (130, "")
     stopped = f"stopped after {len(cells)} of 210 cells, which are in 'sweep.jsonl': the same command goes on"
     assert done.err.splitlines()[-1] == stopped and "Traceback" not in done.err
+
+
+def test_conversations_are_compressed_between_turns_beside_what_needs_no_recipe(run: Run, tiny: Any) -> None:
+    options = "--turns 3 --compactions 1,3 --prompt-tokens 260 --limit 1 --recipes snapkv(window=8) --budgets 64"
+    done = run("eval", "chat", *options.split())
+    assert done.code == 0, done.err
+    others = ["streaming_llm(keep=64, turns=True)", "newest_turns(keep=64)", "summary(keep=64)"]
+    for times in ("once", "3 times"):
+        assert recipes(f"chat@260, compressed {times}") == [FULL, "snapkv(window=8, keep=64, turns=True)", *others]
+    assert all(set(cell.scores) >= {"right", "told 1 to 1", "corrected no"} for cell in stored())
+    assert "with --by told it shows them by the turn" in done.err
+    split = run("results", "sweep.jsonl", "--by", "told")
+    assert split.code == 0 and "chat@260, compressed 3 times, told 3 to 3" in split.out
+    before = Path("sweep.jsonl").read_bytes()
+    assert run("eval", "chat", *options.split()).out == done.out and Path("sweep.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("wrong", ["--mode agnostic", "--no-chat", "--temperature 0.5"])
+def test_conversations_have_no_other_ways_of_asking(run: Run, tiny: Any, wrong: str) -> None:
+    because = f"Conversations are chats that are answered greedily: leave {wrong.split(maxsplit=1)[0]} out."
+    check_refused(run, "eval", "chat", *wrong.split(), because=because)
