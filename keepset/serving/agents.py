@@ -14,13 +14,13 @@ from keepset.vllm.settings import recipe_of
 _Handler = Callable[[Exchange], Awaitable[None]]
 
 _EDITING = b"context_management"
-_HANDLERS: dict[str, tuple[bytes, _Handler]] = {
-    "/v1/responses": (b"compaction", compaction.respond),
-    "/v1/responses/compact": (b"", compaction.compact),
-    "/v1/messages": (_EDITING, context_editing.respond),
-    "/v1/messages/count_tokens": (_EDITING, context_editing.count),
+_HANDLERS: dict[str, tuple[_Handler, tuple[bytes, ...]]] = {
+    "/v1/responses": (compaction.respond, (b"compaction", _EDITING)),
+    "/v1/responses/compact": (compaction.compact, (b"",)),
+    "/v1/messages": (context_editing.respond, (_EDITING,)),
+    "/v1/messages/count_tokens": (context_editing.count, (_EDITING,)),
 }
-"""What answers a route's requests, and a word that is in all of them."""
+"""What answers a route's requests, and words of which one is in all of them."""
 
 
 class AgentProtocols:
@@ -43,8 +43,8 @@ class AgentProtocols:
             return
         message = await receive()
         body = message.get("body", b"")
-        word, handler = _HANDLERS[path]
-        request = _parsed(body) if word in body else None
+        handler, words = _HANDLERS[path]
+        request = _parsed(body) if any(word in body for word in words) else None
         if not isinstance(request, dict):
             await self._app(scope, repeated(body, receive), send)
             return

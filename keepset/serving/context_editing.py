@@ -124,7 +124,7 @@ class ClearThinking:
         kept = len(with_thinking) if self.keep is None else self.keep
         old = with_thinking[: max(len(with_thinking) - kept, 0)]
         gone = {id(block) for turn in old for block in turn}
-        texts = [str(block.get("thinking", "")) for turn in old for block in turn]
+        texts = [str(block["thinking"]) for turn in old for block in turn if block.get("thinking")]
         return Cleared(_edited(messages, lambda block: None if id(block) in gone else block), texts, len(old))
 
     def is_due(self, total: int | None, cleared: int) -> bool:
@@ -274,8 +274,8 @@ async def _edit(exchange: Exchange) -> list[dict[str, Any]] | None:
 
 
 async def _tokens_of(exchange: Exchange, texts: list[str]) -> int:
-    """Return how many tokens some texts have by themselves."""
-    asked = {"model": exchange.request.get("model"), "prompt": "".join(texts), "add_special_tokens": False}
+    """Return how many tokens some texts have by themselves, one a line."""
+    asked = {"model": exchange.request.get("model"), "prompt": "\n".join(texts), "add_special_tokens": False}
     status, answer = await exchange.ask("POST", "/tokenize", asked)
     return int(answer["count"]) if status == 200 else 0  # else vLLM refuses the request itself
 
