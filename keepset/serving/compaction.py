@@ -15,6 +15,7 @@ import json
 import secrets
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,9 @@ MAX_CONTENT = 2**24
 """The most bytes of JSON that the compaction items of a request hold."""
 MAX_ITEMS = 2**16
 """The most items that a compaction item holds."""
+
+MAX_COMPACTIONS = 256
+"""The most compaction items of a request."""
 
 _KINDS = ("compaction", "compaction_summary")
 """What clients call the item; the second is codex's older word."""
@@ -192,15 +196,18 @@ def expanded(items: list[Any], opened: Callable[[Any], Held]) -> Held:
         the items, and the tokens that the newest compaction item counted.
     """
     result: list[Any] = []
-    tokens = 0
+    tokens, places = 0, defaultdict[str, list[int]](list)
+    left_out: set[int] = set()
     for item in items:
+        said = [item]
         if _is_compaction(item):
-            held, tokens = opened(item.get("encrypted_content"))
-            known = set(map(_identity, held))
-            result = [other for other in result if _identity(other) not in known] + held
-        else:
-            result.append(item)
-    return Held(result, tokens)
+            said, tokens = opened(item.get("encrypted_content"))
+            for key in set(map(_identity, said)):
+                left_out.update(places.pop(key, ()))
+        for one in said:
+            places[_identity(one)].append(len(result))
+            result.append(one)
+    return Held([one for place, one in enumerate(result) if place not in left_out], tokens)
 
 
 async def respond(exchange: Exchange) -> None:
@@ -303,8 +310,13 @@ async def _model_of(exchange: Exchange) -> str:
 
 async def _expanded(exchange: Exchange, seal: Seal, items: list[Any]) -> Held:
     """Return the input items of a request, without compaction items."""
-    if not any(map(_is_compaction, items)):
+    number = sum(map(_is_compaction, items))
+    if not number:
         return Held(items, 0)
+    if number > MAX_COMPACTIONS:
+        raise KeepsetError(
+            f"The input has {number} compaction items: send the newest one, or at most {MAX_COMPACTIONS}."
+        )
     if (name := _stored(exchange.request)) is not None:
         raise KeepsetError(f"{name} and a compaction item both stand for what was said before: leave one of them out.")
     left = MAX_CONTENT

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from keepset.serving.compaction import MAX_CONTENT, VERSION
+from keepset.serving.compaction import MAX_COMPACTIONS, MAX_CONTENT, VERSION
 from keepset.serving.middleware import MAX_BODY
 from tests.serving.front_end import FrontEnd
 from tests.tiers import FULL
@@ -222,6 +222,7 @@ def test_what_cannot_be_compacted_is_refused() -> None:
         (RESPONSES, {"input": [trigger, NEXT]}, "not the last one"),
         (RESPONSES, {"input": [NEXT, trigger], "previous_response_id": "resp_1"}, "send all that was said as input"),
         (RESPONSES, {"input": [item, NEXT], "previous_response_id": "resp_1"}, "leave one of them out"),
+        (RESPONSES, {"input": [item] * (MAX_COMPACTIONS + 1)}, "257 compaction items: send the newest one"),
     ):
         assert sentence in refusal(front, {"model": "base"} | body, path=path)
 

@@ -155,6 +155,12 @@ def test_a_conversation_goes_on_without_what_was_cleared(url: str) -> None:
         final = stream.get_final_message()
     assert final.context_management == answer.context_management
     assert final.usage.cache_read_input_tokens == computed + reused - 1
+    # A history that the model cannot take by itself.
+    long = [{**messages[2], "content": [{**messages[2]["content"][0], "content": "word " * 3000}]}]
+    with pytest.raises(anthropic.BadRequestError, match="2048"):
+        ask([*messages[:2], *long, *messages[3:]])
+    _, uses = ask([*messages[:2], *long, *messages[3:]], *edits).context_management.applied_edits
+    assert uses.cleared_input_tokens > 3000
     with pytest.raises(anthropic.BadRequestError, match="There is no edit 'compact_20260112' here"):
         ask(messages, {"type": "compact_20260112"})
 
