@@ -163,7 +163,7 @@ class Seal:
                 raise KeepsetError(
                     f"The compaction items of a request hold more than {MAX_CONTENT} bytes: send fewer of them."
                 )
-            fields = json.loads(content.decode("utf-8", "surrogatepass")) if stream.eof else None
+            fields = json.loads(content.decode("utf-8", "surrogatepass"))
         except (zlib.error, UnicodeDecodeError, json.JSONDecodeError, RecursionError):
             fields = None
         match fields:

@@ -10,6 +10,8 @@ from typing import Any
 from keepset.serving.agents import AgentProtocols
 
 TURNS = "adakv(snapkv, bytes=0.25, turns=True)"
+LAST = b": the end"
+"""What a stream ends with: a comment, and no empty line."""
 MOST = 1000
 """The most words of a prompt."""
 
@@ -25,7 +27,9 @@ def words_of(content: Any) -> int:
 
 def stream_of(*events: dict[str, Any]) -> bytes:
     """The bytes of a stream of events."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (one["type"].encode(), json.dumps(one).encode()) for one in events)
+    return (
+        b"".join(b"event: %b\ndata: %b\n\n" % (one["type"].encode(), json.dumps(one).encode()) for one in events) + LAST
+    )
 
 
 class FrontEnd:
@@ -73,7 +77,7 @@ class FrontEnd:
     def post(self, path: str, body: Any, key: str = "") -> tuple[int, Any]:
         """The status and the JSON, or the events, of the answer to a client."""
         text = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent: list[Any] = []
+        sent, before = list[Any](), len(self.asked)
         pieces = [{"type": "http.request", "body": text, "more_body": False}]
 
         async def receive() -> Any:
@@ -91,7 +95,9 @@ class FrontEnd:
         answer = b"".join(message.get("body", b"") for message in sent)
         said = {name: value for name, value in sent[0]["headers"]}
         if said[b"content-type"].startswith(b"text/event-stream"):
-            events = [block.split(b"\ndata: ") for block in answer.split(b"\n\n") if block]
+            *blocks, last = answer.split(b"\n\n")
+            events = [block.split(b"\ndata: ") for block in blocks]
+            assert last == (LAST if len(self.asked) > before else b"")
             parsed = [json.loads(data) for _, data in events]
             assert [kind for kind, _ in events] == [f"event: {one['type']}".encode() for one in parsed]
             return sent[0]["status"], parsed
