@@ -221,6 +221,9 @@ async def respond(exchange: Exchange) -> None:
     given = request.get("input")
     items = given if isinstance(given, list) else [{"role": "user", "content": given}]
     is_trigger = [isinstance(item, dict) and item.get("type") == _TRIGGER for item in items]
+    if threshold is None and not any(is_trigger) and not any(map(_is_compaction, items)):
+        await exchange.forward()
+        return
     seal = Seal(exchange.api_key, await _model_of(exchange))
     if any(is_trigger):
         if is_trigger.index(True) + 1 < len(items):

@@ -234,7 +234,7 @@ def test_other_requests_reach_vllm_as_they_are() -> None:
         (plain, RESPONSES, {"input": [item]}),
         (plain, COMPACT, {"input": HISTORY}),
         (FrontEnd(), RESPONSES, {"input": HISTORY}),
-        (FrontEnd(), RESPONSES, {"input": "What is compaction?", "model": "base", "temperature": 0.1}),
+        (FrontEnd(), RESPONSES, {"input": "What is compaction?", "model": "other", "temperature": 0.1}),
         (FrontEnd(), "/v1/chat/completions", {"messages": [item]}),
     ):
         assert front.post(path, body)[0] == 200 and front.said(path) == body
