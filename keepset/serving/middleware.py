@@ -15,24 +15,23 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.serving import conversations
+from keepset.serving.agents import AgentProtocols
+from keepset.serving.exchange import App, Message, Receive, Scope, Send
+from keepset.serving.exchange import answer_json as _answer
+from keepset.serving.exchange import repeated as _repeated
+from keepset.serving.exchange import sized as _sized
 from keepset.serving.usage import UsageEditor, count_context, tell_turn
 from keepset.vllm import stats
 from keepset.vllm.contexts import EVERYBODY, SUFFIX, ContextLibrary, check_save, owner_of
 from keepset.vllm.request_options import RequestOptions, has_key, parse_options
 from keepset.vllm.settings import KEY, contexts_of, is_compressed, is_signed, recipe_of, save_limit_of
-
-Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY = 2**26
 """The most bytes of a request's body. The whole body is in memory, and is parsed while other requests wait."""
@@ -72,7 +71,7 @@ class _RequestHandler:
     """Checks requests, and lists contexts; `keys` says whether vLLM has checked the client's key before."""
 
     def __init__(self, app: App, keys: bool) -> None:
-        self._app, self._keys = app, keys
+        self._app, self._keys = AgentProtocols(app, keys), keys
         self._library: ContextLibrary | None = None
         self._has_turns: bool | None = None  # not known before vLLM's configuration is
 
@@ -373,36 +372,6 @@ def _beginning(body: bytes, signature: bytes) -> bytes:
     return next((body[-length:] for length in lengths if signature.startswith(body[-length:])), b"")
 
 
-def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes | None) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a message with another body; None if its size is not known.
-
-    Args:
-        headers: names and values of the headers.
-        body: the new body; None if its size is not known yet.
-    """
-    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-    return kept if body is None else [*kept, (b"content-length", str(len(body)).encode())]
-
-
-def _repeated(body: bytes, receive: Receive) -> Receive:
-    """Return a function that receives this body, and then the message that the client has disconnected.
-
-    Args:
-        body: the body of the request, in one piece.
-        receive: returns the messages that follow.
-    """
-    received = False
-
-    async def again() -> dict[str, Any]:
-        nonlocal received
-        if received:
-            return await receive()
-        received = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
-
-
 async def _refuse(send: Send, sentence: str, status: int = 400) -> None:
     await _answer(send, status, _error(sentence, status))
 
@@ -415,10 +384,3 @@ def _error(sentence: str, status: int = 400) -> dict[str, Any]:
         status: the HTTP status.
     """
     return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": status}}
-
-
-async def _answer(send: Send, status: int, content: Any) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
