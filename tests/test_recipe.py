@@ -146,13 +146,14 @@ def test_presets_are_what_files_know_under_their_names() -> None:
     presets = [kind() for kind in METHODS.values() if issubclass(kind, Preset)]
     compositions = {preset.name: in_full(str(Recipe.of(preset.composition))) for preset in presets}
     always = "protect_prompt=False, prefill=True"
+    pooled = f"floor=0.2, groups=0, sinks=4, recent=8, {always}"
     assert compositions == {
         "kvcompose": "composite(second_pass(task='context', statistic='max', aggregate_group='mean', mean_term=True, "
         f"values='none', chunk=0), aggregate_head='mean', floor=0.0, sinks=0, recent=0, {always})",
         "kvzip": "pool(second_pass(task='repeat', statistic='max', aggregate_group='max', mean_term=False, "
-        f"values='none', chunk=2048), floor=0.0, sinks=0, recent=0, {always})",
-        "glance": f"pool(prompt_queries(stride=4, second_pass=False), floor=0.2, sinks=4, recent=8, {always})",
-        "reread": f"pool(prompt_queries(stride=1, second_pass=True), floor=0.2, sinks=4, recent=8, {always})",
+        f"values='none', chunk=2048), floor=0.0, groups=0, sinks=0, recent=0, {always})",
+        "glance": f"pool(prompt_queries(stride=4, second_pass=False), {pooled})",
+        "reread": f"pool(prompt_queries(stride=1, second_pass=True), {pooled})",
     }
 
 

@@ -154,9 +154,9 @@ def test_recipes_compress_as_often_as_asked_and_compute_what_is_new(
 ) -> None:
     lengths, compact = [], Cache.compact
 
-    def counted(cache: Cache, said: int | None = None) -> None:
+    def counted(cache: Cache, *arguments: Any) -> None:
         before = len(cache.events)
-        compact(cache, said)
+        compact(cache, *arguments)
         lengths.extend(event.length for event in cache.events[before:])
 
     monkeypatch.setattr(Cache, "compact", counted)
