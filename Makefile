@@ -41,9 +41,9 @@ demo: setup
 test: setup
 	$(PYTEST)
 
-# Everything; by five processes, since some of them often wait: for an engine's processes, a server, a browser.
+# Everything; by four processes, since some of them often wait: for an engine's processes, a server, a browser.
 test-all: setup-vllm
-	$(PYTEST) --full -n 5
+	$(PYTEST) --full -n 4
 
 # Compiles the tests and what they import, once; the processes of test-all would each do it at the same time.
 collect: setup-vllm

@@ -160,7 +160,7 @@ def test_recipes_compress_as_often_as_asked_and_compute_what_is_new(
         lengths.extend(event.length for event in cache.events[before:])
 
     monkeypatch.setattr(Cache, "compact", counted)
-    made, model = example(), tiny("llama")
+    made, model = example(), copy.deepcopy(tiny("llama"))  # on which no other test has left hooks
     ask, calls = chats._ask, list[tuple[int, int]]()
     with watched(model) as seen:
         monkeypatch.setattr(chats, "_ask", lambda *rest: calls.extend(seen) or ask(*rest))
