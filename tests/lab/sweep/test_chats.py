@@ -1,5 +1,6 @@
 """Conversations of a tiny model, against `generate` on whole prompts that are joined by hand."""
 
+import copy
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
