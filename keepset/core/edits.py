@@ -68,7 +68,9 @@ def continuation_of(
     is_whole = edit.end == len(said)
     tokens = len(ids) if is_whole else positions[edit.end - 1] + 1 if edit.end else 0
     spans = tuple((positions[first], positions[end - 1] + 1) for first, end in edit.left_out)
-    is_over = is_whole or (edit.end >= newest and len(prompt) - edit.matched > 1)
+    # Some templates end a prompt otherwise once it is answered; then the new prompt ends as the newest turn's did.
+    new, ending = len(prompt) - edit.matched, list(said[edit.end : newest])
+    is_over = is_whole or (new > max(len(ending), 1) and ending == list(prompt[len(prompt) - len(ending) :]))
     return Continuation(tokens, spans, edit.matched, edit.end, is_whole, is_over)
 
 

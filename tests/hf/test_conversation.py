@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from keepset import Cache, Conversation, KeepsetError
-from keepset.core.edits import edit_of, positions_without
+from keepset.core.edits import continuation_of, edit_of, positions_without
 from tests.hf.damage import File, damaged
 from tests.hf.models import full, prompt, refusal, tiny
 from tests.hf.models import tokenizer as letters
@@ -343,3 +343,19 @@ def test_what_comes_before_the_first_user_stays(recipe: str) -> None:
     cache = chat.cache.fork()
     with refusal("give system= its tokens"):
         cache.compact()
+
+
+def test_when_a_turn_is_over() -> None:
+    """If the next one comes: whole, in other words, or behind a prompt that its template ends otherwise now."""
+    begin, question, asks, answer = list(range(10, 40)), [50, 51, 52, 53, 54], [60, 61], [70, 71, 72, 73]
+    prompt = [*begin, *question, *asks]
+    said, later = [*prompt, *answer], [80, 81, 82]
+
+    def is_over(new: Sequence[int]) -> bool:
+        return continuation_of(said, (), len(prompt), new, 0).is_over
+
+    assert is_over([*said, *later, *asks])
+    assert is_over([*prompt, 90, *later, *asks])
+    assert is_over([*begin, *question, 65, *answer, *later, *asks])
+    assert not is_over(prompt)
+    assert not is_over([*begin, *question[:3], 91, 92, *asks])
