@@ -112,8 +112,8 @@ class Cache(ObservedCache):
         self._in_entries: tuple[tuple[Any, ...], Budget] | None = None
         # Tokens of which a share is taken between turns.
         self._said: int | None = None
-        # Where all before the first user's message is.
-        self._system: Ranges = ()
+        # Where all before the first user's message is, if the recipe protects it.
+        self._system: Ranges | None = None
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
@@ -373,7 +373,7 @@ class Cache(ObservedCache):
                 "protect='system' keeps what comes before the first user's message: give system= its tokens, such as "
                 "[(0, 40)], or take keepset.Conversation, which finds them."
             )
-        self._system = tuple(system or ())
+        self._system = None if system is None else tuple(system)
         removed = 0 if tokens is None else progress.logical - tokens
         others = self._without_newest(progress, removed)
         if progress.turn != progress.logical:
@@ -461,7 +461,8 @@ class Cache(ObservedCache):
         images = None if self.progress is None else self.progress.images
         basis = sizes, images, self._said, self._system
         if self._in_entries is None or self._in_entries[0] != basis:
-            budget = self.recipe.budget_of_sizes(sizes).located(images).with_system(self._system)
+            budget = self.recipe.budget_of_sizes(sizes).located(images)
+            budget = budget if self._system is None else budget.with_system(self._system)
             self._in_entries = basis, budget if self._said is None else budget.of_tokens(self._said)
         return self._in_entries[1]
 

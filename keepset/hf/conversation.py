@@ -186,9 +186,9 @@ class Conversation:
         return len(self._ids) - sum(end - first for first, end in self._left_out)
 
     @property
-    def _system(self) -> Ranges:
-        """Where all before the first user's message is, if the recipe protects it."""
-        return system_span(self._ids, self._mark) if self._mark else ()
+    def _system(self) -> Ranges | None:
+        """Where all before the first user's message is; None if the recipe does not protect it."""
+        return system_span(self._ids, self._mark) if self._mark else None
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
         options: dict[str, Any] = {**self._template, "tokenize": True, "return_dict": False}
