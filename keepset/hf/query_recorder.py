@@ -122,7 +122,10 @@ class Collector:
         if self.next < point:  # inputs that were collected for skipped events are not needed
             self.recorder.forget(store)
             self.next = point
-        self.record(up_to_event, store)
+        if self.turns:
+            self.recorder.hold(up_to_event)
+        else:
+            self.recorder.record(up_to_event, store, point)
         self.recorder.add_up(up_to_event, store, point, point, up_to_event.lengths)
         return up_to_event, after
 
