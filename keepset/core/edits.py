@@ -106,6 +106,21 @@ def positions_without(left_out: Sequence[Span], tokens: int) -> list[int]:
     return [position for begin, end in zip(ends, firsts, strict=True) for position in range(begin, min(end, tokens))]
 
 
+def first_place(tokens: Sequence[int], wanted: Sequence[int]) -> int | None:
+    """Return where some tokens first stand among others; None if they do not.
+
+    Args:
+        tokens: token ids.
+        wanted: the token ids that are looked for, one or more.
+    """
+    ids = array("q", tokens)
+    text, pattern = ids.tobytes(), array("q", wanted).tobytes()
+    at = text.find(pattern)
+    while at % ids.itemsize and at >= 0:  # the bytes begin within a token
+        at = text.find(pattern, at + 1)
+    return at // ids.itemsize if at >= 0 else None
+
+
 def _agreeing(said: Sequence[int], prompt: Sequence[int], first: int, place: int) -> int:
     """Return the first token from `first` on that is not the prompt's from `place` on, without its last."""
     most = min(len(said), first + len(prompt) - 1 - place)
@@ -117,14 +132,9 @@ def _agreeing(said: Sequence[int], prompt: Sequence[int], first: int, place: int
 def _next(said: Sequence[int], prompt: Sequence[int], first: int, place: int) -> int | None:
     """Return the nearest token behind `first` from which on the conversation agrees with the prompt at `place`."""
     known = prompt[place : len(prompt) - 1]
-    text, run = array("q", said[first + 1 :]), array("q", known[:_RUN])
-    if len(run) == _RUN:
-        text_bytes, run_bytes = text.tobytes(), run.tobytes()
-        found = text_bytes.find(run_bytes)
-        while found >= 0 and found % text.itemsize:
-            found = text_bytes.find(run_bytes, found + 1)
-        if found >= 0:
-            return first + 1 + found // text.itemsize
+    text, run = said[first + 1 :], known[:_RUN]
+    if len(run) == _RUN and (found := first_place(text, run)) is not None:
+        return first + 1 + found
     for length in range(min(len(known), len(text), _RUN - 1), _LAST - 1, -1):
         if list(text[-length:]) == list(known[:length]):
             return len(said) - length

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from keepset.core.budget import Ranges
+from keepset.core.edits import first_place
 from keepset.errors import KeepsetError
 
 _ADVICE = "protect ranges of tokens instead, such as protect=[[0, 512]]."
@@ -65,14 +65,8 @@ def system_span(ids: Sequence[int], mark: Sequence[int]) -> Ranges:
         ids: the tokens of a conversation, from its first on.
         mark: the tokens before a user's message.
     """
-    tokens, wanted = array("q", ids), array("q", mark)
-    text, pattern = tokens.tobytes(), wanted.tobytes()
-    at = text.find(pattern)
-    while at % tokens.itemsize:
-        if at < 0:
-            return ()
-        at = text.find(pattern, at + 1)
-    return ((0, at // tokens.itemsize),) if at else ()
+    end = first_place(ids, mark)
+    return ((0, end),) if end else ()
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

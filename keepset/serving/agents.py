@@ -8,7 +8,7 @@ from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.serving import compaction, context_editing
-from keepset.serving.exchange import App, Exchange, Receive, Scope, Send, answer_json, repeated
+from keepset.serving.exchange import App, Exchange, Receive, Scope, Send, answer_json, api_key, repeated
 from keepset.vllm.settings import recipe_of
 
 _Handler = Callable[[Exchange], Awaitable[None]]
@@ -49,7 +49,7 @@ class AgentProtocols:
             await self._app(scope, repeated(body, receive), send)
             return
         try:
-            await handler(Exchange(self._app, scope, receive, send, request, self._api_key(scope)))
+            await handler(Exchange(self._app, scope, receive, send, request, api_key(scope) if self._keys else b""))
         except KeepsetError as error:
             await answer_json(send, 400, _error(str(error), path))
         except RecursionError:
@@ -61,12 +61,6 @@ class AgentProtocols:
             recipe = recipe_of(scope["app"].state.vllm_config)
             self._has_turns = recipe is not None and recipe.schedule.turns
         return self._has_turns
-
-    def _api_key(self, scope: Scope) -> bytes:
-        if not self._keys:
-            return b""
-        header: bytes = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-        return header.partition(b" ")[2]
 
 
 def _parsed(body: bytes) -> Any:

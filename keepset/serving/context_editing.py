@@ -7,7 +7,7 @@ left out and nothing is put in their place: the conversation that the server kee
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -141,11 +141,7 @@ async def respond(exchange: Exchange) -> None:
     Raises:
         KeepsetError: an edit is unknown or wrong.
     """
-    applied = await _edit(exchange)
-    if applied is None:
-        await exchange.forward()
-    else:
-        await exchange.forward(partial(_with_edits, applied), [b'"message_delta"'])
+    await _answer(exchange, _with_edits, [b'"message_delta"'])
 
 
 async def count(exchange: Exchange) -> None:
@@ -154,11 +150,7 @@ async def count(exchange: Exchange) -> None:
     Raises:
         KeepsetError: an edit is unknown or wrong.
     """
-    applied = await _edit(exchange)
-    if applied is None:
-        await exchange.forward()
-    else:
-        await exchange.forward(partial(_with_original, sum(edit["cleared_input_tokens"] for edit in applied)))
+    await _answer(exchange, _with_original)
 
 
 def edits_of(value: Any) -> list[Edit]:
@@ -244,6 +236,25 @@ def _inputs(value: Any) -> bool | frozenset[str]:
     return value if isinstance(value, bool) else _names(value, "clear_tool_inputs")
 
 
+async def _answer(
+    exchange: Exchange,
+    change: Callable[[list[dict[str, Any]], dict[str, Any]], Awaitable[list[dict[str, Any]]]],
+    marks: Sequence[bytes] = (),
+) -> None:
+    """Edit the messages of a request, and let vLLM answer.
+
+    Args:
+        exchange: the request.
+        change: tells an answer's objects which edits were applied, if the request asks for some.
+        marks: only events of a stream that contain one of these are changed.
+    """
+    applied = await _edit(exchange)
+    if applied is None:
+        await exchange.forward()
+    else:
+        await exchange.forward(partial(change, applied), marks)
+
+
 async def _edit(exchange: Exchange) -> list[dict[str, Any]] | None:
     """Edit the messages of a request; return which edits were applied, or None if it asks for none.
 
@@ -293,7 +304,8 @@ async def _with_edits(applied: list[dict[str, Any]], content: dict[str, Any]) ->
     return [content]
 
 
-async def _with_original(cleared: int, content: dict[str, Any]) -> list[dict[str, Any]]:
+async def _with_original(applied: list[dict[str, Any]], content: dict[str, Any]) -> list[dict[str, Any]]:
+    cleared = sum(edit["cleared_input_tokens"] for edit in applied)
     content[_FIELD] = {"original_input_tokens": content["input_tokens"] + cleared}
     return [content]
 

@@ -162,6 +162,12 @@ async def answer_json(send: Send, status: int, content: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def api_key(scope: Scope) -> bytes:
+    """Return the API key that a client has sent; empty if it has sent none."""
+    header: bytes = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+    return header.partition(b" ")[2]
+
+
 def sized(headers: Sequence[tuple[bytes, bytes]], body: bytes | None) -> list[tuple[bytes, bytes]]:
     """Return the headers of a message with another body; None if its size is not known.
 

@@ -23,7 +23,7 @@ from typing import Any
 from keepset.errors import KeepsetError
 from keepset.serving import conversations
 from keepset.serving.agents import AgentProtocols
-from keepset.serving.exchange import App, Message, Receive, Scope, Send
+from keepset.serving.exchange import App, Message, Receive, Scope, Send, api_key
 from keepset.serving.exchange import answer_json as _answer
 from keepset.serving.exchange import repeated as _repeated
 from keepset.serving.exchange import sized as _sized
@@ -186,8 +186,7 @@ class _RequestHandler:
     def _owner(self, scope: Scope) -> str:
         if not self._keys:
             return EVERYBODY
-        header = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-        return owner_of(header.decode("latin-1").partition(" ")[2])
+        return owner_of(api_key(scope).decode("latin-1"))
 
     def _check(self, scope: Scope, options: RequestOptions) -> None:
         """Raise `KeepsetError` if it is already known that the engine would refuse the request.

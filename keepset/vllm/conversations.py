@@ -275,7 +275,10 @@ class Conversations:
             return None  # its positions are used up: it is computed anew, once
         hashes = list(request.block_hashes[: how.matched // self._hashed])
         if found.turn is not None:
-            return self._copy_running(found, found.turn, request, how, plan, ids, hashes)
+            source = EndedTurn(found.block_ids, how.tokens, 0, 0, running=found.turn.request_id)
+            ids_then, left_out = list(found.ids), list(found.left_out)
+            copy = replace(found, ids=ids_then, left_out=left_out, blocks=[], compact=False, turn=None)
+            return self._copied(copy, found.blocks, source, request, how, plan, ids, hashes)
         answered = len(found.ids) - found.prompt - found.hidden
         if not how.is_over and self.every is not None and answered >= self.every:
             return None  # its answer has dropped entries that it had
@@ -305,31 +308,6 @@ class Conversations:
             found.blocks = [self._moved(blocks, width, surplus) for blocks in found.blocks]
             message = replace(message, blocks=found.block_ids)
         return ComingTurn(found, message, ids, hashes, surplus)
-
-    def _copy_running(
-        self,
-        found: Conversation,
-        turn: Request,
-        request: Request,
-        how: Continuation,
-        plan: RequestPlan,
-        ids: list[int],
-        hashes: list[BlockHash],
-    ) -> ComingTurn | None:
-        """Make a request go on with a copy of what a running turn has begun with; return None if there is no room.
-
-        Args:
-            found: what the turn has begun with.
-            turn: the turn's request.
-            request: the request that goes on, too.
-            how: how its prompt goes on.
-            plan: how it is compressed.
-            ids: the tokens of its prompt by position.
-            hashes: the hashes of what it has of the conversation.
-        """
-        source = EndedTurn(found.block_ids, how.tokens, 0, 0, running=turn.request_id)
-        copy = replace(found, ids=list(found.ids), left_out=list(found.left_out), blocks=[], compact=False, turn=None)
-        return self._copied(copy, found.blocks, source, request, how, plan, ids, hashes)
 
     def begin_windows(self, conversation: Conversation) -> list[CopiedPages]:
         """Return what is copied for a turn that begins, to which vLLM has given its blocks.

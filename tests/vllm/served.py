@@ -68,3 +68,27 @@ def served(
         with ServerProcess(forked(words), port) as server, httpx.Client(base_url=server.url, timeout=timeout) as client:
             server.wait(600)
             yield server, client
+
+
+CALLS = """
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""The end of chat templates with calls of tools, of which the embedded model's own knows nothing."""
+
+
+@contextmanager
+def served_chats(folder: Path, template: str, options: Sequence[str] = ()) -> Iterator[str]:
+    """The address of a server of the embedded model that keeps conversations, with a chat template of its own."""
+    file = folder / "chat.jinja"
+    file.write_text(template, encoding="utf-8")
+    size = ["--max-model-len", "2048", "--num-gpu-blocks-override", "256", "--chat-template", str(file)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        recipe = "adakv(snapkv, bytes=0.25, turns=True)"
+        with served(embedded_folder(), recipe, [*size, *options]) as (server, _):
+            yield server.url

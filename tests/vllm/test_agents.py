@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from keepset.lab.embedded import embedded_folder
-from tests.vllm.served import served
+from tests.vllm.served import CALLS, served_chats
 
 pytestmark = pytest.mark.full
 
-RECIPE = "adakv(snapkv, bytes=0.25, turns=True)"
-OPTIONS = ["--max-model-len", "2048", "--num-gpu-blocks-override", "256"]
 TEMPLATE = """
 {%- for message in messages %}
 {%- if message.reasoning %}<|im_start|>think
 {{ message.reasoning }}<|im_end|>
-{% endif %}<|im_start|>{{ message.role }}
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}<|im_start|>{{ message.role }}"""
+TEMPLATE += CALLS
 """A chat template that shows reasoning and tools' results, of which the embedded model's own knows nothing.
 
 Special tokens are around both. Where there are none, the tokens beside what is left out may change.
@@ -39,12 +29,8 @@ ADA = (
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    template: Path = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(TEMPLATE, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        with served(embedded_folder(), RECIPE, [*OPTIONS, "--chat-template", str(template)]) as (server, _):
-            yield server.url
+    with served_chats(tmp_path_factory.mktemp("template"), TEMPLATE) as url:
+        yield url
 
 
 def user(text: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx2 as httpx
@@ -14,27 +13,19 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from keepset.lab.embedded import embedded_folder
-from tests.vllm.served import served
+from tests.vllm.served import CALLS, served_chats
 
 pytestmark = pytest.mark.full
 
-RECIPE = "adakv(snapkv, bytes=0.25, turns=True)"
-OPTIONS = ["--max-model-len", "2048", "--num-gpu-blocks-override", "256"]
-OPTIONS += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+OPTIONS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 # Or the small model would write spaces for ever.
 OPTIONS += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
 TEMPLATE = """
 {%- if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool | tojson }} {% endfor %}<|im_end|>
 {% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{%- for message in messages %}<|im_start|>{{ message.role }}"""
+TEMPLATE += CALLS
 """A chat template with tools, of which the embedded model's own knows nothing."""
 SYSTEM = {"role": "system", "content": "You are a patient teacher. " * 6}
 ADA = (
@@ -53,12 +44,8 @@ QUESTIONS = {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    template: Path = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(TEMPLATE, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_PROXY", "127.0.0.1")
-        with served(embedded_folder(), RECIPE, [*OPTIONS, "--chat-template", str(template)]) as (server, _):
-            yield f"{server.url}/v1"
+    with served_chats(tmp_path_factory.mktemp("template"), TEMPLATE, OPTIONS) as server:
+        yield f"{server}/v1"
 
 
 def test_the_openai_client_talks(url: str) -> None:
