@@ -1,6 +1,5 @@
 """Conversations of a tiny model, against `generate` on whole prompts that are joined by hand."""
 
-import copy
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -17,7 +16,7 @@ from keepset.lab.sweep.prompts import Asking
 from keepset.lab.sweep.sweep import cost
 from keepset.lab.tasks.chat import ChatExample, ChatQuestion, ChatTask, Message
 from keepset.recipe import Recipe
-from tests.hf.models import hooks_on, tiny
+from tests.hf.models import hooks_on, tiny, untrained, with_random_weights
 from tests.lab.sweep.asked import letters, watched
 
 TEMPLATE = (
@@ -161,7 +160,7 @@ def test_recipes_compress_as_often_as_asked_and_compute_what_is_new(
         lengths.extend(event.length for event in cache.events[before:])
 
     monkeypatch.setattr(Cache, "compact", counted)
-    made, model = example(), copy.deepcopy(tiny("llama"))  # on which no other test has left hooks
+    made, model = example(), with_random_weights(untrained("llama"))  # on which no other test has left hooks
     ask, calls = chats._ask, list[tuple[int, int]]()
     with watched(model) as seen:
         monkeypatch.setattr(chats, "_ask", lambda *rest: calls.extend(seen) or ask(*rest))
