@@ -17,7 +17,7 @@ ANSWERED_AT_ONCE = "quantized(pool(prompt_queries), bytes=0.25, short=256)"
 ASKED_LATER = "quantized(match(reread), bytes=0.25, short=256)"
 """The default for other models, and a text that is asked about later. It takes two passes."""
 
-CHATTED_NETWORKS = "quantized(pool(distilled), bytes=0.25, short=256, turns=True)"
+CHATTED_NETWORKS = "quantized(match(pool(distilled)), bytes=0.25, short=256, turns=True)"
 """The default for conversations, if there are networks for the model."""
 CHATTED = "quantized(pool(snapkv), bytes=0.25, short=256, turns=True)"
 """The default for conversations with other models."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.core.feature import Chunk, Needs, QuerySource
 from keepset.core.features.moments import QueryMoments
-from keepset.core.features.queries import WindowAttention
+from keepset.core.features.queries import ReferenceQueries, WindowAttention
 from keepset.kernels.columns import Moments
 from keepset.kernels.page_layout import RecordedQueries
 from keepset.kernels.softmax import Softmax
@@ -35,12 +35,14 @@ class RecordedFeatures:
     Attributes:
         sums: attention that is added to columns of the entries.
         moments: moments that are merged.
+        references: newest queries that an event after the prompt sees once more.
         newest: how many of the newest queries an event after the prompt reads directly.
         every: tokens from event to event; None if there is no event after the prompt, or only between turns.
     """
 
     sums: tuple[WindowAttention, ...]
     moments: tuple[QueryMoments, ...]
+    references: tuple[ReferenceQueries, ...]
     newest: int
     every: int | None
 
@@ -55,7 +57,9 @@ class RecordedFeatures:
         """
         later = turns or every is not None
         moments = [feature for feature in needs.of(QueryMoments) if feature.buffer] if later else []
-        return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), needs.newest, every)
+        references = [feature for feature in needs.of(ReferenceQueries) if feature.later] if later else []
+        newest = max([needs.newest, *(feature.later for feature in references)])
+        return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), tuple(references), newest, every)
 
     @property
     def added_up(self) -> tuple[SummedFeature, ...]:
@@ -121,7 +125,8 @@ class Recording(RecordedFeatures):
         needed = RecordedFeatures.of(recipe.method.traits.needs, every, turns)
         if turns:  # nobody knows when a turn ends, so all queries of the window wait until then
             waiting = max([needed.window(feature) for feature in needed.added_up], default=_MOST)
-            return cls(needed.sums, (), max(needed.newest, waiting), every, waiting, group, drafts)
+            newest = max(needed.newest, waiting)
+            return cls(needed.sums, (), needed.references, newest, every, waiting, group, drafts)
         waiting = _MOST
         if every is not None and isinstance(keep, int):  # an entry is a key and a value
             waiting = max(1, min(_MOST, 2 * (keep + every) // (_SHARE * group)))
@@ -129,7 +134,8 @@ class Recording(RecordedFeatures):
         moments = tuple(feature for feature in needed.moments if needed.window(feature) > heavy)
         direct_windows = [needed.window(feature) for feature in needed.moments if feature not in moments]
         drafts = 0 if every is None else drafts
-        return cls(needed.sums, moments, max([needed.newest, *direct_windows]), every, waiting, group, drafts)
+        newest = max([needed.newest, *direct_windows])
+        return cls(needed.sums, moments, needed.references, newest, every, waiting, group, drafts)
 
     def __bool__(self) -> bool:
         """Return whether any queries are recorded."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.queries import PaddedQueries, ReferenceQueries
-from keepset.core.features.runtime_features import EntryBiases, QuantizedEntries, RecentQueries
+from keepset.core.features.queries import ReferenceQueries
+from keepset.core.features.runtime_features import EntryBiases, QuantizedEntries
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
@@ -52,24 +52,22 @@ class PostProcessor(Allocator):
         """
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        return self._all_processed(ranking.observation, self._chooser.choose(ranking))
+        return self.stored(ranking.observation, self.chooser.choose(ranking))
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        chosen = self._chooser.select_all(observations, budget)
+        chosen = self.chooser.select_all(observations, budget)
         if self.traits.across_layers:
             chosen.count()
         return KeepSet(
-            [self._all_processed(observation, chosen.layer(observation.layer_ids[0])) for observation in observations]
+            [self.stored(observation, chosen.layer(observation.layer_ids[0])) for observation in observations]
         )
 
     @property
-    def _chooser(self) -> Method:
-        """Return the method inside all post-processors."""
-        return self.scorer._chooser if isinstance(self.scorer, PostProcessor) else self.scorer
+    def chooser(self) -> Method:
+        return self.scorer.chooser
 
-    def _all_processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
-        kept = self.processed(observation, kept)
-        return self.scorer._all_processed(observation, kept) if isinstance(self.scorer, PostProcessor) else kept
+    def stored(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+        return self.scorer.stored(observation, self.processed(observation, kept))
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,7 @@ class Match(PostProcessor):
     were a worse reference (docs/results.md). The attention that an entry receives includes its bias, for the methods
     inside as well.
 
-    At events after the prompt, entries that stay keep their biases and values. Fitting them anew to the newest `window`
-    queries made answers worse with every event if events come often: those queries look at what is near to them, later
-    ones do not, but fitted values stay (docs/results.md).
+    At events after the prompt, and between turns, the reference is the newest `window` queries, in the same way.
 
     Attributes:
         biases: whether entries get biases. Without them only values are fitted, which any engine's own attention can
@@ -98,7 +94,8 @@ class Match(PostProcessor):
         newest: the most reference queries of each query head that are the prompt's newest.
         ridge: the cost of departing from the old values, and from one bias for all, relative to the normal equations'
             mean diagonal.
-        window: how many of the newest queries are the reference at events after the prompt; 0 fits nothing then.
+        window: how many of the newest queries are the reference at events after the prompt; 0 fits nothing then, so
+            that entries keep their biases and values.
     """
 
     name = "match"
@@ -109,25 +106,24 @@ class Match(PostProcessor):
     queries: int = parameter(64, minimum=1)
     newest: int = parameter(128, minimum=0)
     ridge: float = parameter(0.01, minimum=1e-6)
-    window: int = parameter(0, minimum=0)
+    window: int = parameter(32, minimum=0)
 
     @property
     def _reference(self) -> ReferenceQueries:
-        return ReferenceQueries(self.queries, self.newest)
+        return ReferenceQueries(self.queries, self.newest, self.window)
 
     @property
     def own_traits(self) -> Traits:
         biases = [EntryBiases()] if self.biases else []
-        newest = [RecentQueries(self.window)] if self.window else []
         return replace(
             super().own_traits,
-            needs=Needs(self._reference, *newest, *biases),
+            needs=Needs(self._reference, *biases),
             state_names=(BIAS,) if self.biases else (),
             prefill_only=() if self.window else (self.name,),
         )
 
     def processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
-        if not self.window and self._reference not in observation.features:
+        if self._reference not in observation.features:
             return kept
         problem, device = self._problem(observation), observation.valid.device
         softmax, sinks = observation.softmax, _of_queries(observation.sinks, problem)
@@ -159,11 +155,9 @@ class Match(PostProcessor):
 
     def _problem(self, observation: Observation) -> FitProblem:
         """Return the entries of all heads of all requests, and the reference queries."""
-        if self._reference in observation.features:
-            reference = observation[self._reference].at_most(self.queries, self.newest)
-        else:
-            newest, at = observation.newest_queries(self.window)
-            reference = PaddedQueries(newest, at >= 0)
+        value = observation[self._reference]
+        is_prompt = value.spread.queries.shape[2] > 0
+        reference = value.at_most(self.queries, self.newest if is_prompt else self.window)
         kv_heads = observation.valid.shape[1]
         queries = observation.by_query_group(reference.queries).flatten(2, 3).flatten(0, 1)
         exists = reference.exists.repeat(1, reference.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)

@@ -109,6 +109,20 @@ class Method(ABC):
         """Yield this method, the one inside it, the one inside that, and so on."""
         yield self
 
+    @property
+    def chooser(self) -> Method:
+        """Return the method inside all steps that only change how chosen entries are stored."""
+        return self
+
+    def stored(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+        """Return the same choice with what the steps outside the `chooser` change.
+
+        Args:
+            observation: the layer or layers.
+            kept: the chooser's choice.
+        """
+        return kept
+
     @abstractmethod
     def score(self, observation: Observation) -> Scores:
         """Return how much each entry is worth keeping; higher is better.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple, TypeVar
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Accumulators
@@ -443,6 +443,8 @@ class EvictionEvent:
         records: the records of the requests, if the recipe looks at queries or whole prompts; else empty.
         slots: the slots of these records.
         first_query: the position of the first query that is known; those before count as missing.
+        queries: the newest queries of a turn that ended earlier, after rotation, for each of the group's layers; None
+            if they are in the rings, or if the turn's choice needs none any more.
     """
 
     recipe: Recipe
@@ -460,6 +462,7 @@ class EvictionEvent:
     records: Sequence[QueryRecord]
     slots: Int[Tensor, " recorded"]
     first_query: int = 0
+    queries: Float[Tensor, "layers query_heads n head_dim"] | None = None
 
     def is_counted(self, kept: LayerKeepSet) -> bool:
         """Return whether a layer keeps as many entries as the scheduler counts with."""

@@ -22,6 +22,7 @@ from keepset.paged.planner import Planner
 from keepset.paged.query_records import (
     AcceptedQueries,
     DraftedQueries,
+    EndedQueries,
     HeldQueries,
     LateCapture,
     LayerOperation,
@@ -62,6 +63,8 @@ class LayerGroup:
         recipe: the recipe of the group's schedule.
         kv_heads, block_size: KV heads of a layer in this process, and tokens per page.
         observer: collects what events look at besides entries.
+        ended_queries: for each turn that has ended, by its newest page, the queries to which its entries are fitted
+            once its next one begins.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class LayerGroup:
         self._columns = columns_of(self.recipe, planner.recording.group) if columns is None else columns
         needs = self.recipe.method.traits.needs
         self.observer = Observer(needs, planner.recording, ring, softmax, rotary, projections, share)
+        self.ended_queries: dict[int, EndedQueries] = {}
 
     def pages_of(self, layer_index: int) -> Pages:
         """Return the cache of the layer at this place of the group."""

@@ -179,7 +179,7 @@ class Observer:
         """
         parts: dict[str, Any] = {"softmax": self.softmax.of_layer(layer_indices.start)}  # with sinks there is one layer
         if number := self._needs.newest:
-            parts["queries"], positions = self._newest(event, layer_indices, number)
+            parts["queries"], positions = self.newest(event, layer_indices, number)
             # Omitted positions mean that no query is missing, which is cheaper.
             if event.compressed or not event.equal_heads or event.earliest < number:
                 parts["query_positions"] = positions
@@ -233,14 +233,17 @@ class Observer:
         return prompts[0].merged_with(prompts[1:]).values(event.at.repeat(len(layer_indices)), width) if prompts else {}
 
     def _of_newest(self, event: EvictionEvent, layer_indices: range) -> dict[Feature[Any], Any]:
-        """Return the moments at an event while decoding; moments of few queries are computed from these now.
+        """Return what an event after the prompt sees of the newest queries; moments of few are computed from these now.
 
         Args:
             event: the event.
             layer_indices: indices of the layers in the group.
         """
         features = [feature for feature in self._needs.of(QueryMoments) if feature.buffer]
-        if not features:
+        if not len(event.slots):  # nothing is chosen any more
+            features = []
+        references = self._recording.references if len(event.slots) or event.queries is not None else ()
+        if not (features or references):
             return {}
         source = self._query_source(layer_indices, slice(0))
         assert source is not None
@@ -249,13 +252,16 @@ class Observer:
             if feature in self._recording.moments:
                 moments = self._ring.moments(feature, layer_indices, event.slots)
             else:
-                queries, positions = self._newest(event, layer_indices, self._recording.window(feature))
+                queries, positions = self.newest(event, layer_indices, self._recording.window(feature))
                 moments = Moments()
                 feature.add(moments, Chunk(queries, list, positions, None, self.softmax.without_sinks, source=source))
             values[feature] = feature.distribution(moments, source, event.at.repeat(len(layer_indices)))
+        for reference in references:
+            queries, positions = self.newest(event, layer_indices, reference.later)
+            values[reference] = reference.of_newest(queries, positions, source, event.at.repeat(len(layer_indices)))
         return values
 
-    def _newest(
+    def newest(
         self, event: EvictionEvent, layer_indices: range, size: int
     ) -> tuple[Queries, Int[Tensor, "layers_rows n"]]:
         """Return the newest `size` queries before an event, and their positions.
@@ -269,7 +275,10 @@ class Observer:
             The queries, and the position of each; below 0 where no query is recorded.
         """
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
-        queries = self._ring.newest(layer_indices, event.slots, positions)
+        if event.queries is None:
+            queries = self._ring.newest(layer_indices, event.slots, positions)
+        else:
+            queries = event.queries[layer_indices.start : layer_indices.stop, :, -size:].to(positions.device)
         if event.first_query:
             positions = positions.masked_fill(positions < event.first_query, -1)
         return queries, positions.repeat(len(layer_indices), 1)

@@ -74,6 +74,18 @@ class DraftedTokens(NamedTuple):
     positions: range
 
 
+class EndedQueries(NamedTuple):
+    """The newest queries of a turn that has ended, in host memory.
+
+    Attributes:
+        queries: after rotation, for each of the group's layers.
+        first: the position of the first query that exists; those before count as missing.
+    """
+
+    queries: Float[Tensor, "layers query_heads n head_dim"]
+    first: int
+
+
 def slots_for(requests: int) -> int:
     """Return how many ring slots layers need: a quarter more than requests run, as some ended unnoticed or pause."""
     return requests + max(requests // 4, 2)

@@ -1,13 +1,14 @@
 """Conversations between turns: which entries stay is chosen when a turn ends; the others go when the next one begins.
 
 At a turn's end all that its recipe looks at is still there. But a turn may be asked for again, and is then computed
-with the very entries that it had. So the choice is only noted, in a column beside the entries (`STAYS`).
+with the very entries that it had. So the choice is only noted, in a column beside the entries (`STAYS`). What stays is
+fitted (`match`) when the next turn begins, to queries that wait in host memory until then.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from keepset.core.budget import Ranges
 from keepset.core.keep_set import LayerKeepSet, LazyHostInts
+from keepset.core.observation import Observation
 from keepset.paged.entry_columns import STAYS
 from keepset.paged.event_execution import EventEntries, execute, read_event
 from keepset.paged.eviction import EvictionEvent, RequestPlan
 from keepset.paged.layer_group import LayerGroup
+from keepset.paged.query_records import EndedQueries
 from keepset.paged.ragged_heads import RaggedEventPages, RaggedHeadTables
 
 PLAIN = ""
@@ -46,6 +49,15 @@ class EndedTurn:
     said: int
     system: Ranges = ()
     running: str | None = None
+
+    def newest_page(self, group: int, block_size: int) -> int:
+        """Return the page with its newest token.
+
+        Args:
+            group: the group of layers.
+            block_size: tokens of a page.
+        """
+        return self.blocks[group][(self.tokens - 1) // block_size]
 
     def of_groups(self, numbers: Sequence[int]) -> EndedTurn:
         """Return the same turn in some groups of layers."""
@@ -96,7 +108,7 @@ def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:
     Raises:
         RuntimeError: the place of its entries is not known any more.
     """
-    method = groups[0].recipe.method
+    method = groups[0].recipe.method.chooser
     events = [_ended(group, turn, blocks) for group, blocks in zip(groups, turn.blocks, strict=True)]
     parts = [
         (group, entries) for group, event in zip(groups, events, strict=True) for entries in read_event(group, event)
@@ -108,7 +120,12 @@ def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:
         chosen = method.select_all(observations, budget)
         for group, entries in together:
             _note(group, entries, chosen.layer(entries.observation.layer_ids[0]))
-    for group, event in zip(groups, events, strict=True):
+    for number, (group, event) in enumerate(zip(groups, events, strict=True)):
+        if references := group.planner.recording.references:
+            most = max(reference.later for reference in references)
+            queries, _ = group.observer.newest(event, range(len(group.layers)), most)
+            page = turn.newest_page(number, group.block_size)
+            group.ended_queries[page] = EndedQueries(queries.cpu(), event.first_query)
         group.planner.close(event.records)
 
 
@@ -143,14 +160,18 @@ def begin_turn(groups: Sequence[LayerGroup], turn: NextTurn) -> list[int]:
         RuntimeError: the place of the ended turn's entries is not known any more.
     """
     emptied = []
-    for group, left, blocks in zip(groups, turn.ended.blocks, turn.blocks, strict=True):
-        tables = group.planner.tables
+    for number, (group, left, blocks) in enumerate(zip(groups, turn.ended.blocks, turn.blocks, strict=True)):
+        tables, fitted_to = group.planner.tables, None
         assert isinstance(tables, RaggedHeadTables)
+        if turn.ended.running is None:
+            fitted_to = group.ended_queries.pop(turn.ended.newest_page(number, group.block_size), None)
         if turn.packs:
             pages = _pages(group, left, turn.ended.tokens, blocks, turn.tokens, turn.ended.running)
             event, start = _event(group, turn.ended, pages), time.perf_counter()
+            if turn.compact and fitted_to is not None:
+                event = replace(event, queries=fitted_to.queries, first_query=fitted_to.first)
             for entries in read_event(group, event):
-                kept = entries.observation.kept(_going_on(group, entries, turn), _state(group, entries, turn))
+                kept = _kept(group, entries, turn)
                 assignment = pages.assign(entries.places, kept.counts)
                 LazyHostInts.read([kept.heads, *assignment.host_reads])
                 execute(group, event, entries, kept, assignment, start)
@@ -159,6 +180,18 @@ def begin_turn(groups: Sequence[LayerGroup], turn: NextTurn) -> list[int]:
         group.planner.requests.begin(page, turn.tokens, turn.name, turn.plan)
         emptied.append(tables.go_on(page, turn.tokens))
     return emptied
+
+
+def forget_turns(groups: Mapping[int, LayerGroup], turns: Sequence[EndedTurn]) -> None:
+    """Forget turns with which no other turn goes on.
+
+    Args:
+        groups: the groups of layers, by their numbers in `turns`.
+        turns: the turns.
+    """
+    for number, group in groups.items():
+        for turn in turns:
+            group.ended_queries.pop(turn.newest_page(number, group.block_size), None)
 
 
 def _pages(
@@ -228,33 +261,42 @@ def _note(group: LayerGroup, entries: EventEntries, kept: LayerKeepSet) -> None:
             group.columns.write(name, slots[exists], kept.state[name][exists])
 
 
-def _going_on(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> Bool[Tensor, "layers_rows kv_heads entries"]:
-    """Return which entries the next turn goes on with.
+def _kept(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> LayerKeepSet:
+    """Return what the next turn goes on with.
 
     Args:
         group: the layers.
         entries: the entries of a part of these layers.
         turn: the turn that begins.
     """
-    positions = entries.observation.positions
-    stays = entries.observation.valid & (positions < turn.tokens)
-    for first, end in turn.left_out:
-        stays &= (positions < first) | (positions >= end)
-    return stays & (group.columns.read(STAYS, _slots(group, entries)) > 0) if turn.compact else stays
-
-
-def _state(group: LayerGroup, entries: EventEntries, turn: NextTurn) -> dict[str, Tensor]:
-    """Return what the method remembers of entries: if it has chosen again, also of those since the event before.
-
-    Args:
-        group: the layers.
-        entries: the entries of a part of these layers.
-        turn: the turn that begins.
-    """
+    observation = entries.observation
+    goes_on = _going_on(observation, turn)
     if not turn.compact:
-        return {}
+        return observation.kept(goes_on)
     slots = _slots(group, entries)
-    return {name: group.columns.read(name, slots) for name in _states(group)}
+    stays = group.columns.read(STAYS, slots) > 0
+    # The method has chosen again, and may remember something of entries that had come since the event before.
+    state = {name: group.columns.read(name, slots) for name in _states(group)}
+    chosen = group.recipe.method.stored(observation, observation.kept(stays, state))
+    kept = observation.kept(goes_on & stays, chosen.state)
+    if chosen.values is None:
+        return kept
+    row_starts = chosen.rows * stays.shape[-1]
+    return replace(kept, values=chosen.values[goes_on.view(-1)[row_starts + chosen.indices]])
+
+
+def _going_on(observation: Observation, turn: NextTurn) -> Bool[Tensor, "layers_rows kv_heads entries"]:
+    """Return of which entries the next turn's prompt has the tokens.
+
+    Args:
+        observation: some layers of a group.
+        turn: the turn that begins.
+    """
+    positions = observation.positions
+    goes_on = observation.valid & (positions < turn.tokens)
+    for first, end in turn.left_out:
+        goes_on &= (positions < first) | (positions >= end)
+    return goes_on
 
 
 def _states(group: LayerGroup) -> Iterator[str]:

@@ -27,7 +27,7 @@ from keepset.core.roles import user_mark
 from keepset.errors import KeepsetError
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_stays
+from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_stays, forget_turns
 from keepset.recording import RecordedFeatures
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage, hash_again
@@ -49,11 +49,13 @@ class TurnMessage(StepMessage):
     Attributes:
         left: turns that have ended.
         coming: turns that begin with a later step.
+        abandoned: turns that had ended earlier, with which none goes on.
         windows: pages of layers with windows that are copied before this step.
     """
 
     left: list[EndedTurn] = field(default_factory=list)
     coming: list[NextTurn] = field(default_factory=list)
+    abandoned: list[EndedTurn] = field(default_factory=list)
     windows: list[CopiedPages] = field(default_factory=list)
 
 
@@ -100,6 +102,8 @@ class ConversationConnector(BlockCountConnector):
         assert isinstance(metadata, TurnMessage) and context is not None
         if metadata.windows:  # of turns that begin with this step, before which vLLM then calls
             copy_pages(metadata.windows, self._kv_cache_config, self._caches)
+        if metadata.abandoned:
+            forget_turns(self._groups(context), metadata.abandoned)
         if metadata.left or metadata.coming:
             if forward_context.attn_metadata is None:  # else events of earlier steps are over
                 context.events.run()
@@ -323,6 +327,7 @@ class ConversationConnector(BlockCountConnector):
             message.ended.add(name)
         message.left = [turn for conversation, turn in self._left if not conversation.is_lost]
         message.coming, self._left, self._to_begin = self._to_begin, [], []
+        message.abandoned, self._conversations.abandoned = self._conversations.abandoned, []
         message.windows, self._windows = self._windows, []
         return message
 

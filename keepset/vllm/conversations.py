@@ -143,6 +143,9 @@ class Conversations:
         windows: the pages of layers with windows.
         every: tokens of an answer from event to event; None without such events.
         user_mark: the tokens before a user's message, if what comes before the first one is protected.
+
+    Attributes:
+        abandoned: what ended turns have left that no turn will go on with, until the layers are told.
     """
 
     pool: BlockPool
@@ -152,6 +155,7 @@ class Conversations:
     windows: WindowPages
     every: int | None
     user_mark: Sequence[int] = ()
+    abandoned: list[EndedTurn] = field(default_factory=list)
     _by_hash: dict[tuple[str | None, BlockHash], Conversation] = field(default_factory=dict)
     _idle: dict[int, Conversation] = field(default_factory=dict)
 
@@ -494,9 +498,7 @@ class Conversations:
         self.forget(conversation)
         self._beginnings.forget(conversation.real_blocks)
         if conversation.turn is None:
-            conversation.is_lost = True
-            for block in conversation.real_blocks:
-                self._idle.pop(block.block_id, None)
+            self._abandon(conversation)
 
     def forget(self, conversation: Conversation) -> None:
         """Forget a conversation, because its turn has ended, or because it is lost."""
@@ -525,11 +527,16 @@ class Conversations:
 
     def _lose(self, conversation: Conversation) -> None:
         if not (conversation.is_lost or conversation.turn):
-            conversation.is_lost = True
-            for block in conversation.real_blocks:
-                self._idle.pop(block.block_id, None)
+            self._abandon(conversation)
             self.forget(conversation)
             stats.count(conversations_lost=1)
+
+    def _abandon(self, conversation: Conversation) -> None:
+        """Note that an idle conversation has no pages any more."""
+        conversation.is_lost = True
+        for block in conversation.real_blocks:
+            self._idle.pop(block.block_id, None)
+        self.abandoned.append(conversation.ended)
 
 
 def existing(blocks: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:

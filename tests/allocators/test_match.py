@@ -13,6 +13,7 @@ from keepset.hf.prompt_session import PromptSession
 from keepset.kernels.packed import BIAS
 from keepset.lab import texts
 from keepset.lab.compare.comparison import kl, mean
+from keepset.recording import RecordedFeatures
 from tests.hf.models import generate, left_padded, prompt, recipe, same_keep_set, tiny
 from tests.methods.naive import Shape, every_shape, observe
 
@@ -22,8 +23,12 @@ from tests.methods.naive import Shape, every_shape, observe
 def test_every_head_is_fitted_as_if_alone(shape: Shape, allocator: str) -> None:
     """Output of attention over what stays, entry by entry, is nearer to that over all than with what was there."""
     inner = f"{allocator}(snapkv(window=3))" if allocator else "snapkv(window=3)"
-    matching = keepset.Recipe.parse(f"match({inner}, window=8, keep=0.5)")
+    matching = keepset.Recipe.parse(f"match({inner}, keep=0.5)")
     observation = observe(shape)
+    assert observation.queries is not None and observation.query_positions is not None
+    newest = PaddedQueries(observation.queries, observation.query_positions >= 0)
+    none = PaddedQueries(newest.queries[:, :, :0], newest.exists[:, :0])
+    observation = observation.with_features({ReferenceQueries(1, 1): Reference(none, newest)})
     kept = matching.select(observation).layer(0)
     assert same_keep_set(
         matching.select(observation), keepset.Recipe.parse(f"{inner[:-1]}, keep=0.5)").select(observation)
@@ -49,19 +54,6 @@ def test_every_head_is_fitted_as_if_alone(shape: Shape, allocator: str) -> None:
         elsewhere = torch.ones(shape.entries, dtype=torch.bool).index_fill(0, kept_indices, False)
         assert not kept.state[BIAS][request, head][elsewhere].any()
     assert errors[0] <= errors[1] * 0.5 or shape.entries < 6
-
-
-def test_reference_queries_of_the_prompt_come_first() -> None:
-    observation = observe(Shape((24,), 2, 2, 6, 6))
-    longer = observe(Shape((24,), 2, 2, 6, 6), window=20, seed=5)
-    assert longer.queries is not None
-    padded_queries = PaddedQueries(longer.queries, torch.ones(1, 20, dtype=torch.bool))
-    reference = {ReferenceQueries(1, 1): Reference(padded_queries, padded_queries)}
-    with_reference = observe(Shape((24,), 2, 2, 6, 6), features=reference)
-    method = Match(keepset.METHODS["knorm"](), window=8)
-    budget = keepset.Budget(0.3)
-    by_window, by_prompt = (method.select(shown, budget).layer(0).values for shown in (observation, with_reference))
-    assert by_window is not None and by_prompt is not None and not torch.allclose(by_window, by_prompt)
 
 
 def cached(text: str, ids: Tensor, mask: Tensor | None = None, **options: object) -> tuple[keepset.Cache, Tensor]:
@@ -121,7 +113,7 @@ def test_padding_and_chunks_change_nothing() -> None:
 def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
     """Nor is a query recorded for them."""
     model, fitted_entries = tiny("llama"), []
-    cache = keepset.Cache(model, f"match({inner}, keep=16, every=8)")
+    cache = keepset.Cache(model, f"match({inner}, window=0, keep=16, every=8)")
     for start, tokens in ((0, 40), (40, 8), (48, 8)):
         model(prompt(1, 56)[:, start : start + tokens], past_key_values=cache, use_cache=True)
         columns, exists = cache.managed_layers[0].store.padded()
@@ -134,8 +126,7 @@ def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
     assert len(cache.events) == 3 and any(bias for _, bias in first.values())
     for entries in later:
         assert entries and all(first[key] == fitted for key, fitted in entries.items())
-    needs = cache.recipe.method.traits.needs
-    assert needs.newest == 0 < Match(cache.recipe.method.scorer, window=8).traits.needs.newest
+    assert not RecordedFeatures.of(cache.recipe.method.traits.needs, every=8).references
 
 
 @pytest.mark.parametrize("inner", ["snapkv(window=4)", "adakv(snapkv(window=4))", "ams(tova, window=4)"])

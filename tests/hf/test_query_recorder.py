@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 import keepset
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.queries import WindowAttention
+from keepset.core.features.queries import ReferenceQueries, WindowAttention
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.method import Method
 from keepset.core.observation import Observation
@@ -93,6 +93,46 @@ def test_sums_are_those_that_the_windows_queries_give(
         new = ids if tokens == 20 else prompt(len(padding), tokens, tokens)
         feed(model, past, new, mask)
     assert compared >= 5 * 2 * 5
+
+
+@pytest.mark.parametrize("options", ["every=6", "turns=True"])
+@torch.no_grad()
+def test_a_reference_after_the_prompt_is_the_newest_queries_as_if_they_came_next(options: str) -> None:
+    """Made here of what the projection gives, turned by hand to the position after the newest token."""
+    model, compared, projected = tiny("llama"), 0, dict[int, list[Tensor]]()
+    padding = [0, 5] if "every" in options else [0]
+
+    def project(layer: int) -> Any:
+        return lambda module, given, queries: projected.setdefault(layer, []).append(queries)
+
+    def compare(observation: Observation, budget: Budget, keep_set: keepset.KeepSet) -> None:
+        nonlocal compared
+        if observation.lengths[0] == observation.prompts[0] and "every" in options:
+            return
+        spread, newest = observation[ReferenceQueries(1, 1)]
+        before = torch.cat(projected[observation.layer_ids[0]], 1)[:, -4:].unflatten(-1, (-1, observation.head_dim))
+        cos, sin = model.model.rotary_emb(before, observation.lengths[:, None])
+        left, right = before.transpose(1, 2).chunk(2, -1)
+        turned = torch.cat([left, right], -1) * cos[:, None] + torch.cat([-right, left], -1) * sin[:, None]
+        assert newest.exists.all() and not spread.exists.shape[1]
+        torch.testing.assert_close(newest.queries, turned, rtol=1e-4, atol=1e-5)
+        compared += 1
+
+    hooks = [
+        layer.self_attn.q_proj.register_forward_hook(project(number)) for number, layer in enumerate(model.model.layers)
+    ]
+    try:
+        cache = keepset.Cache(model, f"match(knorm, window=4, keep=9, {options})", observer=compare)
+        ids, mask = padded_prompt(padding, 20)
+        for tokens in (20, 3, 3, 6):
+            mask = extended(mask, cache.get_seq_length() + tokens)
+            feed(model, cache, ids if tokens == 20 else prompt(len(padding), tokens, tokens), mask)
+        if "turns" in options:
+            cache.compact()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert compared == (2 if "every" in options else 1) * len(model.model.layers)
 
 
 def shaped(query_heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> Any:

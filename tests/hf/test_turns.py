@@ -15,7 +15,7 @@ import keepset
 from keepset import Budget, Observation
 from tests.hf.models import allocated, extended, feed, generate, padded_prompt, prompt, refusal, same_keep_set, tiny
 from tests.hf.test_query_recorder import Both
-from tests.vllm.chats import Positions, replay
+from tests.vllm.chats import ChatTurn, Positions, replay
 from tests.vllm.oracle import Oracle
 
 ANSWERS = 12
@@ -53,41 +53,41 @@ def follow(
     again: Sequence[int] = (),
     left_out: Mapping[int, Sequence[tuple[int, int]]] | None = None,
     reworded: Mapping[int, int] | None = None,
-) -> list[tuple[list[int], Positions]]:
-    """The answers of a conversation, and the entries that each turn begins with; arguments are those of `replay`."""
-    model, ids, gone, turns, asked = tiny("llama"), list[int](), 0, [], 0
+    model: Any = None,
+) -> list[ChatTurn]:
+    """Follow a conversation with a cache that goes on; arguments are those of `replay`."""
+    ids, gone, turns, asked = list[int](), set[int](), list[ChatTurn](), 0
+    model = model or tiny("llama")
 
-    def ask() -> list[int]:
-        turns.append({} if cache.progress is None else positions(cache))
+    def ask() -> None:
+        progress = cache.progress
+        begins_with, reused = ({}, 0) if progress is None else (positions(cache), progress.tokens[0] - len(gone))
         sequence = generate(model, torch.tensor([ids]), cache, max_new_tokens=answers).sequences[0]
-        return sequence[len(ids) :].tolist()
+        said = [token for position, token in enumerate(ids) if position not in gone]
+        turns.append(ChatTurn(said, sequence[len(ids) :].tolist(), reused, begins_with))
 
-    found = []
     for number, added in enumerate(new):
         if number:
-            said, goes_on = len(ids) - 1 - gone, (reworded or {}).get(number)
+            said, goes_on = len(ids) - 1 - len(gone), (reworded or {}).get(number)
             if goes_on is not None:
                 del ids[asked + goes_on :]
             cache.compact(said, None if goes_on is None else len(ids))
         spans = (left_out or {}).get(number, ())
         cache.leave_out(spans)
-        gone += sum(end - first for first, end in spans)
+        gone |= {position for span in spans for position in range(*span)}
         ids += added
         asked = len(ids)
-        answer = ask()
-        found.append((answer, turns[-1]))
+        ask()
         if number in again:
             cache.crop(len(ids) - 1)
-            answer = ask()
-            found.append((answer, turns[-1]))
-        ids += answer
-    return found
+            ask()
+        ids += turns[-1].answer
+    return turns
 
 
 def check(recipe: str, answers: int = ANSWERS, new: Sequence[list[int]] = SAID, **options: Any) -> None:
     expected = replay(reference(), recipe, new, answers, **options)
-    found = follow(keepset.Cache(tiny("llama"), recipe), new, answers, **options)
-    assert found == [(turn.answer, turn.begins_with) for turn in expected]
+    assert follow(keepset.Cache(tiny("llama"), recipe), new, answers, **options) == expected
 
 
 @pytest.mark.few(3)

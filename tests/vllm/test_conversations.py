@@ -11,8 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CwmConfig
 
+from keepset import Cache
 from keepset.vllm.questions import Question
 from tests.hf.models import tokenizer
+from tests.hf.test_turns import follow
 from tests.tiers import FULL
 from tests.vllm.chats import ChatTurn, replay
 from tests.vllm.compared import IDS, NO_BINDING, answers_of, full, networks_file, result
@@ -137,6 +139,26 @@ def test_goes_on_as_a_model_would(
     counted = {name: engine.stats[name] for name in ("turns", "tokens_reused", "conversations_lost")}
     reused = [turn.reused for turn in turns if turn.reused]
     assert counted == {"turns": len(reused), "tokens_reused": sum(reused), "conversations_lost": 0}
+
+
+FITTED = "match(pool(snapkv(window=8)), window=8, bytes=0.3, turns=True)"
+FITTED_CASES = [
+    *((FITTED, chat, "") for chat in ("goes on", "again")),
+    *full([(FITTED, chat, "") for chat in ("left out", "reworded")]),
+    *full([(FITTED, "goes on", way) for way in ("ahead", "own process")]),
+    *full([("match(adakv(snapkv(window=8)), biases=False, window=20, keep=70, turns=True)", "again", "")]),
+]
+
+
+@pytest.mark.parametrize("case", FITTED_CASES, ids=" ".join)
+def test_what_stays_is_fitted_as_by_a_cache_under_transformers(case: tuple[str, str, str], model: Path) -> None:
+    """Entries that stay get other values and biases once the next turn begins."""
+    recipe, chat, way = case
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    turns = follow(Cache(loaded, recipe), SAID, ANSWERS, model=loaded, **CHATS[chat])
+    unfitted = follow(Cache(loaded, recipe.replace("turns", "ridge=1e9, turns")), SAID, ANSWERS, model=loaded)
+    assert [turn.answer for turn in turns] != [turn.answer for turn in unfitted]
+    check(turns, result(answers_of({"": scenario(recipe, model, asked(turns), **WAYS[way])}), ""))
 
 
 def test_other_owners_and_names_are_other_conversations(model: Path, oracle: Oracle) -> None:

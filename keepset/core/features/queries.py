@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from keepset.core.feature import Accumulator, Chunk, Feature
+from keepset.core.feature import Accumulator, Chunk, Feature, QuerySource
 from keepset.core.observation import Observation
+from keepset.core.shapes import Queries
 from keepset.kernels.dispatch import upload
 from keepset.kernels.softmax import GroupReduction
 
@@ -138,13 +139,13 @@ class _Reference(Accumulator):
 
 @dataclass(frozen=True)
 class ReferenceQueries(Feature[Reference]):
-    """Some of the prompt's own queries, as if they came once more right after it.
-
-    They exist only at the prompt's end.
+    """Some of a text's own queries, as if they came once more right after it.
 
     Attributes:
-        spread: the most evenly spaced queries. Features that differ only in numbers are merged.
-        newest: the most newest queries. A query may be among both.
+        spread: the most evenly spaced queries of a prompt, at its end. Features that differ only in numbers are merged.
+        newest: the most newest queries of a prompt, at its end. A query may be among both.
+        later: how many of the newest queries there are at events after the prompt, at which none are evenly spaced; 0
+            for none at all.
     """
 
     name = "the prompt's queries once more"
@@ -153,9 +154,26 @@ class ReferenceQueries(Feature[Reference]):
 
     spread: int = field(compare=False)
     newest: int = field(compare=False)
+    later: int = field(default=0, compare=False)
 
     def merged(self, other: ReferenceQueries) -> ReferenceQueries:
-        return ReferenceQueries(max(self.spread, other.spread), max(self.newest, other.newest))
+        numbers = zip(astuple(self), astuple(other), strict=True)
+        return ReferenceQueries(*map(max, numbers))
+
+    def of_newest(
+        self, queries: Queries, positions: Int[Tensor, "batch n"], source: QuerySource, lengths: Int[Tensor, " batch"]
+    ) -> Reference:
+        """Return the value at an event after the prompt.
+
+        Args:
+            queries: the newest queries, after rotation.
+            positions: their positions; negative for queries that do not exist.
+            source: the layer, which knows their rotation.
+            lengths: tokens of each request.
+        """
+        once_more = source.ahead(lengths, 1)(source.undo(queries, positions))
+        newest = PaddedQueries(once_more, positions >= 0)
+        return Reference(PaddedQueries(once_more[:, :, :0], newest.exists[:, :0]), newest)
 
 
 @dataclass(frozen=True, eq=False)
