@@ -74,6 +74,7 @@ def build(options: BuildOptions) -> None:
 
     from keepset.hf.cache import Cache
     from keepset.hf.model_support import check_logits
+    from keepset.hf.recipe_notes import asks_the_end, warn_without_bos
 
     loaded, tokenizer = load(options.source)
     prompt = _prompt(loaded, tokenizer, content, images)
@@ -81,6 +82,7 @@ def build(options: BuildOptions) -> None:
     check_fits_context(loaded, ids.shape[1])
     parsed = default_recipe(loaded, options.source.called, ASKED_LATER) if requested is None else requested
     cache = Cache(loaded, parsed)
+    warn_without_bos(parsed, tokenizer, ids[0].tolist())
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
         check_logits(loaded(ids, **prompt, past_key_values=cache, logits_to_keep=1).logits)
@@ -102,6 +104,8 @@ def build(options: BuildOptions) -> None:
         f"the file has {megabytes(options.out.stat().st_size)}"
     )
     say_always(parsed, loaded, ids.shape[1])
+    if cache.events and (sentence := asks_the_end(parsed, ASKED_LATER)) is not None:
+        note(sentence)
 
 
 def _prompt(model: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
