@@ -61,7 +61,7 @@ def _print(entries: list[dict[str, Any]]) -> None:
     going = sum(entry["goes_on"] is True for entry in entries)
     say(
         f"A conversation goes on under {going} of {len(entries)}. computed again: the share of the third prompt that "
-        "is computed besides its new message; dropped: the share of what was said that the prompt has not gone on with; "
+        "is computed besides its new message; dropped: the share of what was said that the prompt does not go on with; "
         "system: whether protect='system' finds the system message. A template without figures does not render the "
         "chat."
     )
