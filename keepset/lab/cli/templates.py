@@ -114,47 +114,44 @@ class _Words:
         """Return the ids of a rendered conversation."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered, _ = render_jinja_template(
+        rendered: Any = render_jinja_template(
             [conversation],
             chat_template=self._template,
             add_generation_prompt=options.get("add_generation_prompt", False),
             bos_token="<s>",
             eos_token="</s>",
         )
-        return self.ids(rendered[0])
+        return self.ids(rendered[0][0])
 
 
 def _tried(template: str) -> dict[str, Any]:
     """Return how a chat goes on under a template; None where it does not render the chat."""
-    from keepset.core.edits import continuation_of
+    from keepset.core.edits import Span, continuation_of
     from keepset.core.roles import system_span, user_mark
 
-    words = _Words(template)
-    history, ids, left_out, newest, last = [{"role": "system", "content": _SYSTEM}], [], (), 0, None
-    failed: dict[str, Any] = {"goes_on": None, "computed_again": None, "dropped": None, "system": None}
+    words, history = _Words(template), [{"role": "system", "content": _SYSTEM}]
+    ids: list[int] = []
+    left_out: tuple[Span, ...] = ()
+    newest, figures = 0, dict[str, Any](goes_on=None, computed_again=None, dropped=None, system=None)
     for asked, answered in _TURNS:
         history.append({"role": "user", "content": asked})
         try:
             prompt = words.apply_chat_template(history, add_generation_prompt=True)
         except Exception:  # a template is a program of others
-            return failed
-        last, said = continuation_of(ids, left_out, newest, prompt, 0), len(ids)
-        left_out = (*left_out, *last.left_out)
-        ids = [*ids[: last.tokens], *prompt[last.matched :]]
-        lost = said - last.tokens + sum(end - first for first, end in last.left_out)
-        new = len(words.ids(asked))
-        newest = len(prompt)
-        ids = [*ids, *words.ids(answered)]
+            return dict.fromkeys(figures)
+        found, said = continuation_of(ids, left_out, newest, prompt, 0), max(len(ids), 1)
+        lost = len(ids) - found.tokens + sum(end - first for first, end in found.left_out)
+        computed = max(len(prompt) - found.matched - len(words.ids(asked)), 0)
+        figures |= {
+            "goes_on": found.is_over and found.matched > len(prompt) / 2,
+            "computed_again": computed / len(prompt),
+            "dropped": lost / said,
+        }
+        left_out, newest = (*left_out, *found.left_out), len(prompt)
+        ids = [*ids[: found.tokens], *prompt[found.matched :], *words.ids(answered)]
         history.append({"role": "assistant", "content": answered})
-    assert last is not None
-    again = max(len(prompt) - last.matched - new, 0) / len(prompt)
     try:
-        system = bool(system_span(prompt, user_mark(words)))
+        figures["system"] = bool(system_span(prompt, user_mark(words)))
     except KeepsetError:
-        system = False
-    return {
-        "goes_on": last.is_over and last.matched > len(prompt) / 2,
-        "computed_again": again,
-        "dropped": lost / said,
-        "system": system,
-    }
+        figures["system"] = False
+    return figures
