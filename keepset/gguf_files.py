@@ -7,6 +7,7 @@ positions are rotated, which tokens begin a text, how a text is split before its
 import copy
 import importlib.util
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
@@ -87,9 +88,9 @@ def find(name: str) -> Path | None:
         UnsupportedModelError: the folder has several.
     """
     path = Path(name)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):  # unlike Path.is_file, it takes any name
         return path
-    if not path.is_dir() or (path / "config.json").is_file():
+    if not os.path.isdir(path) or (path / "config.json").is_file():
         return None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:

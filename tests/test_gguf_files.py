@@ -375,3 +375,5 @@ def test_damaged_files_and_missing_packages_are_a_sentence(
     )
     with pytest.raises(KeepsetError, match="neither an existing folder nor"):
         models.load(str(path.with_name("other.gguf")))
+    with pytest.raises(KeepsetError, match="neither an existing folder nor"):
+        models.load("long" * 999 + ".gguf")

@@ -87,9 +87,9 @@ def build(options: BuildOptions) -> None:
     with torch.no_grad(), _layers_shown(loaded):
         check_logits(loaded(ids, **prompt, past_key_values=cache, logits_to_keep=1).logits)
     seconds = time.perf_counter() - start
-    # An absolute folder is found again from wherever the question is asked.
-    folder = Path(options.model) if options.model else None
-    name = options.source.called if folder is None or not folder.is_dir() else str(folder.resolve())
+    # An absolute path is found again from wherever the question is asked.
+    path = Path(options.model) if options.model else None
+    name = options.source.called if path is None or not path.exists() else str(path.resolve())
     frame = {} if images else _frame(tokenizer, ids[0].tolist())
     cache.save(options.out, force=options.force, model_name=name, **frame)
     kept = "nothing dropped yet"
@@ -148,7 +148,7 @@ def ask(
 
     header = context_files.header(file)
     name = header.model if model is None else model
-    if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).is_dir():
+    if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).exists():
         raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: give its place with --model.")
     loaded, tokenizer = load(Source(None if name == EMBEDDED else name, device, dtype))
     _, question_part = chat_parts(tokenizer, "", question)
