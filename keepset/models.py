@@ -153,11 +153,11 @@ def _load_default(placed: dict[str, Any]) -> "Loaded":
 
 
 def check_name(name: str) -> None:
-    """Raise `UnsupportedModelError` if a name is neither a model's folder nor one that a hub could have."""
+    """Raise `UnsupportedModelError` if a name is neither a model's folder nor one that a hub has; GGUF files are none."""
     is_folder = os.path.isdir(Path(name))  # unlike Path.is_dir, it takes any name
     if is_folder and not (Path(name) / "config.json").is_file():
         raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
-    if os.path.isfile(name) or not (is_folder or _HUB_NAME.fullmatch(name)):
+    if os.path.isfile(name) or name.endswith(".gguf") or not (is_folder or _HUB_NAME.fullmatch(name)):
         raise UnsupportedModelError(
             f"{quoted(name)} is neither an existing folder nor the name of a model: {_EXPECTED}."
         )

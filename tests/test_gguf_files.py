@@ -373,7 +373,6 @@ def test_damaged_files_and_missing_packages_are_a_sentence(
     assert 'needs more packages: run `pip install "gguf>=0.17" "accelerate>=1"`' in refusal(
         lambda: models.load(str(path))
     )
-    with pytest.raises(KeepsetError, match="neither an existing folder nor"):
-        models.load(str(path.with_name("other.gguf")))
-    with pytest.raises(KeepsetError, match="neither an existing folder nor"):
-        models.load("long" * 999 + ".gguf")
+    for missing in (str(path.with_name("other.gguf")), "other.gguf", "long" * 999 + ".gguf"):
+        with pytest.raises(KeepsetError, match="neither an existing folder nor"):
+            models.load(missing)
