@@ -153,7 +153,7 @@ def _load_default(placed: dict[str, Any]) -> "Loaded":
 
 
 def check_name(name: str) -> None:
-    """Raise `UnsupportedModelError` if a name is neither a model's folder nor one that a hub has; GGUF files are none."""
+    """Raise `UnsupportedModelError` if a name is neither a model's folder nor one that a hub could have."""
     is_folder = os.path.isdir(Path(name))  # unlike Path.is_dir, it takes any name
     if is_folder and not (Path(name) / "config.json").is_file():
         raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
