@@ -17,7 +17,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Tokenizer, PreTrainedModel, Qwen2Tokenizer
 
-from keepset import models
+from keepset import gguf_files, models
 from keepset.errors import KeepsetError, UnsupportedModelError
 
 TEXTS = ["Hello world", " two  leading words", "", "a\n\n\tb 2024", "unseen: é你🙂"]
@@ -312,6 +312,12 @@ def test_tokens_are_those_of_transformers_own_tokenizer(
     tokenizer = models.load(str(path), device="cpu")[1]
     for text in [*TEXTS, "cafe\u0301 1234567 it's"]:
         assert tokenizer(text)["input_ids"] == theirs.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_texts_are_split_as_transformers_knows_it() -> None:
+    known = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    patterns = {name: split.pattern for name, split in gguf_files._SPLITS.items() if split.pattern}
+    assert len(patterns) == 8 and patterns == {name: known[name] for name in patterns}
 
 
 @pytest.mark.parametrize("said", [True, False, None])
