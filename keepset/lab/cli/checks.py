@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from keepset.errors import BudgetError, KeepsetError, UnsupportedModelError
 from keepset.lab.cli.console import note
 from keepset.lab.cli.options import STANDARD_OUTPUT
-from keepset.lab.recipe_notes import nothing_chosen, what_stays
 from keepset.models import context_length
 
 if TYPE_CHECKING:
@@ -281,13 +280,16 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
         model: the model.
         length: tokens of the prompt.
     """
-    if (sentence := what_stays(recipe, model, length)) is not None:
+    from keepset.hf.recipe_notes import was_said, what_stays
+
+    if (sentence := what_stays(recipe, model, length)) is not None and not was_said(sentence):
         note(sentence)
 
 
 def say_of_all_prompts(recipe: Recipe) -> None:
     """Note the same as `say_always` and `note_short`, for a server, whose prompts are not known yet."""
     from keepset.defaults import SHORT
+    from keepset.hf.recipe_notes import nothing_chosen
 
     budget = recipe.budget
     if budget.keep == budget.sinks + budget.recent and not budget.recent_extra:

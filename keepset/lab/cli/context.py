@@ -74,6 +74,7 @@ def build(options: BuildOptions) -> None:
 
     from keepset.hf.cache import Cache
     from keepset.hf.model_support import check_logits
+    from keepset.hf.recipe_notes import asks_the_end, warn_without_bos
 
     loaded, tokenizer = load(options.source)
     prompt = _prompt(loaded, tokenizer, content, images)
@@ -81,13 +82,14 @@ def build(options: BuildOptions) -> None:
     check_fits_context(loaded, ids.shape[1])
     parsed = default_recipe(loaded, options.source.called, ASKED_LATER) if requested is None else requested
     cache = Cache(loaded, parsed)
+    warn_without_bos(parsed, tokenizer, ids[0].tolist())
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
         check_logits(loaded(ids, **prompt, past_key_values=cache, logits_to_keep=1).logits)
     seconds = time.perf_counter() - start
-    # An absolute folder is found again from wherever the question is asked.
-    folder = Path(options.model) if options.model else None
-    name = options.source.called if folder is None or not folder.is_dir() else str(folder.resolve())
+    # An absolute path is found again from wherever the question is asked.
+    path = Path(options.model) if options.model else None
+    name = options.source.called if path is None or not path.exists() else str(path.resolve())
     frame = {} if images else _frame(tokenizer, ids[0].tolist())
     cache.save(options.out, force=options.force, model_name=name, **frame)
     kept = "nothing dropped yet"
@@ -102,6 +104,8 @@ def build(options: BuildOptions) -> None:
         f"the file has {megabytes(options.out.stat().st_size)}"
     )
     say_always(parsed, loaded, ids.shape[1])
+    if cache.events and (sentence := asks_the_end(parsed, ASKED_LATER)) is not None:
+        note(sentence)
 
 
 def _prompt(model: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
@@ -144,7 +148,7 @@ def ask(
 
     header = context_files.header(file)
     name = header.model if model is None else model
-    if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).is_dir():
+    if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).exists():
         raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: give its place with --model.")
     loaded, tokenizer = load(Source(None if name == EMBEDDED else name, device, dtype))
     _, question_part = chat_parts(tokenizer, "", question)

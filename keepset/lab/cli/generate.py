@@ -53,6 +53,7 @@ def generate(options: GenerateOptions) -> None:
     from transformers import DynamicCache
 
     from keepset.hf.cache import Cache
+    from keepset.hf.recipe_notes import warn_without_bos
 
     loaded, tokenizer = load(options.source)
     inputs = message_inputs(loaded, tokenizer, before, prompt, images)
@@ -61,6 +62,7 @@ def generate(options: GenerateOptions) -> None:
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
     parsed = default_recipe(loaded, options.source.called, ANSWERED_AT_ONCE) if requested is None else requested
     cache = Cache(loaded, parsed, task_tokens=task)
+    warn_without_bos(parsed, tokenizer, inputs["input_ids"][0].tolist())
     ids, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
     at_end = next((event for event in cache.events if event.length == length), None)
     kept = 1.0 if at_end is None else at_end.kept / at_end.entries

@@ -15,7 +15,7 @@ from keepset.lab.embedded import Source
 STANDARD_OUTPUT = Path("-")
 """The value of `--json -`, which means standard output."""
 
-Model = Annotated[str | None, Option(help="A folder or a hub name. [default: a small embedded model]")]
+Model = Annotated[str | None, Option(help="A folder, a GGUF file or a hub name. [default: a small embedded model]")]
 Device = Annotated[
     str | None,
     Option(

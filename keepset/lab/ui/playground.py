@@ -21,10 +21,10 @@ from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.conversation import Conversation
 from keepset.hf.model_support import check_logits
+from keepset.hf.recipe_notes import what_stays
 from keepset.lab.generation import Checked, end_tokens
 from keepset.lab.images import Pictured, decode_image, image_chat_parts, image_grids
 from keepset.lab.memory import chat_status, dynamic_nbytes
-from keepset.lab.recipe_notes import what_stays
 from keepset.lab.texts import TextStreamer, chat_parts, token_texts
 from keepset.models import context_length
 from keepset.recipe import Recipe

@@ -29,7 +29,7 @@ def parts(tokenizer: Any, text: str, question: str) -> list[torch.Tensor]:
 
 def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     done = run(*BUILD)
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 0 and done.err.startswith(f"{RECIPE} keeps what the newest 8 tokens of the text attend to")
     match = re.fullmatch(
         r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values before, ([\d.]+) MB after "
         r"\(([\d.]+)% of a full 16-bit cache's\); the file has ([\d.]+) MB\n",
@@ -47,6 +47,15 @@ def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     assert not hooks_on(tiny[0])
     words = ("context", "ask", "saved", "Why?", "--output-tokens", "5000")
     check_refused(run, *words, because="do not fit the model's context of 2048")
+
+
+@pytest.mark.parametrize(("recipe", "count"), [("adakv(snapkv(window=32), bytes=0.5)", 32), ("knorm(bytes=0.5)", 0)])
+def test_a_recipe_that_looks_at_the_texts_end_is_said_to_lose_facts(
+    run: Run, tiny: Any, text: Path, recipe: str, count: int
+) -> None:
+    said = run("context", "build", "--text", "text", "--out", "saved", "--recipe", recipe).err
+    assert (f"{recipe} keeps what the newest {count} tokens of the text attend to" in said) is bool(count)
+    assert ("quantized(match(reread), bytes=0.25, short=256) looks at all of the text." in said) is bool(count)
 
 
 def test_a_short_text_is_compressed_only_by_a_recipe_that_is_named(run: Run, tiny: Any) -> None:
