@@ -294,7 +294,7 @@ class RecordedTask(ChatTask):
                 if question.told <= turns
             ]
         elif turns > 1:
-            *history, (*_, question, answer) = history
+            history, (*_, question, answer) = history[:-1], history[-1]
             count = len(encode(begins, answer["content"])[:_JUDGED])
             asked = [ChatQuestion(question["content"], count, choices=(answer["content"],))] if count else []
         else:
@@ -303,7 +303,7 @@ class RecordedTask(ChatTask):
             return None
         context = "\n".join(message["content"] for turn in history for message in turn)
         facts = {"length": self.length, "turns": len(history)}
-        return ChatExample(chat.id, context, self.chosen(asked, seed), facts, tuple(history))
+        return ChatExample(chat.id, context, self.chosen(asked, seed), facts, history)
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         if isinstance(reply, str):
