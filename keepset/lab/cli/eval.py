@@ -17,6 +17,7 @@ from keepset.lab.cli.results import print_summary
 from keepset.lab.cli.streaming import Sampling
 from keepset.lab.cli.sweep import check_ray, say_lost, sweep_grid
 from keepset.lab.sweep.prompts import Asking, Mode
+from keepset.lab.tasks.chat import Answers, ChatSettings, ChatTask
 
 if TYPE_CHECKING:
     from keepset.core.budget import Budget
@@ -45,8 +46,8 @@ class EvalOptions(ModelOptions):
         Argument(
             metavar="TASKS",
             help="Separated by commas: needle, ruler, longbench, longbench2, or one of their tasks, gsm8k, math500, "
-            "aime24, aime25, the conversations chat, chat_turns, chat_tools and chat_cleared, or any task of "
-            "lm-evaluation-harness.",
+            "aime24, aime25, the conversations chat, chat_tools, chat_cleared, chat_kv, chat_kv_short, "
+            "chat_prefix_suffix and chat_vt, or any task of lm-evaluation-harness.",
         ),
     ]
     recipes: Recipes = None
@@ -66,6 +67,18 @@ class EvalOptions(ModelOptions):
         str,
         Option(help="How often conversations are compressed before their questions, each number in a task of its own."),
     ] = "1,8"
+    questions: Annotated[int, Option(help="The most questions that are asked about a conversation.")] = 10
+    answers: Annotated[
+        Answers,
+        Option(
+            help="What of a question stays in a conversation for the next one: nothing ('none'), or the question with "
+            "the right answer ('right') or with the model's own ('own')."
+        ),
+    ] = "none"
+    file: Annotated[
+        Path | None,
+        Option(help="Recorded conversations for the task chat: a file of LoCoMo, ShareGPT or MT-Eval."),
+    ] = None
     limit: Annotated[
         int | None, Option(help="Take the first examples of each task. [default: all; of generated tasks ten]")
     ] = None
@@ -118,7 +131,9 @@ def evaluate(options: EvalOptions) -> None:
     written to a file at once. The same command resumes after a stop. Recipes, budgets, tasks and seeds can be added to
     a file. One process adds to a file at a time; --ray uses many machines.
     """
-    check_least(1, limit=options.limit, output_tokens=options.output_tokens, turns=options.turns)
+    check_least(
+        1, limit=options.limit, output_tokens=options.output_tokens, turns=options.turns, questions=options.questions
+    )
     check_least(0, every=options.every)
     if options.limit is not None and options.sample is not None:
         raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
@@ -128,17 +143,23 @@ def evaluate(options: EvalOptions) -> None:
     check_writable(options.out, options.json_file)
     check_ray(options.ray)
 
-    from keepset.lab.tasks.chat import ChatSettings, ChatTask
     from keepset.lab.tasks.find import find
 
     names = [name.strip() for word in options.tasks for name in word.split(",") if name.strip()]
     lengths = tuple(parse_whole(options.prompt_tokens, "prompt-tokens"))
     compactions = tuple(parse_whole(options.compactions, "compactions"))
     with status("reading the tasks"):
-        chosen = find(names, ChatSettings(options.data, lengths, options.turns, compactions))
+        chosen = find(
+            names,
+            ChatSettings(
+                options.data, lengths, options.turns, compactions, options.questions, options.answers, options.file
+            ),
+        )
     has_chats = any(isinstance(task, ChatTask) for task in chosen)
     if has_chats:
         _check_chats(options)
+    elif options.file is not None:
+        raise KeepsetError("--file is for recorded conversations, and none of these tasks is one: ask for chat.")
 
     from keepset.lab.analysis.summary import summarize
     from keepset.lab.sweep.sweep import SweepGrid
@@ -162,8 +183,8 @@ def evaluate(options: EvalOptions) -> None:
     summary = summarize(cells)
     output(summary.to_json(), options.json_file, lambda: print_summary(summary))
     note(f"all figures are in {str(options.out)!r}: keepset results shows them again")
-    if has_chats:
-        note("with --by told it shows them by the turn in which a fact was told, with --by corrected by whether it was")
+    if any(name.startswith("told ") for cell in cells for name in cell.scores):
+        note("with --by told it shows them by the turn in which an answer was told")
     say_lost(lost)
     if lost or any(row.failed for row in summary.rows):
         raise Exit(1)
@@ -182,7 +203,6 @@ def _candidates(
     from keepset.core.budget import Budget
     from keepset.lab.candidate import candidates, text_of
     from keepset.lab.sweep import chats
-    from keepset.lab.tasks.chat import ChatTask
     from keepset.recipe import Recipe
 
     is_chat = isinstance(task, ChatTask)

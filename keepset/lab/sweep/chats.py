@@ -9,7 +9,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from keepset.hf.conversation import Conversation
@@ -18,8 +20,10 @@ from keepset.lab.compile.corpus import refuse_contaminated
 from keepset.lab.generation import Checked
 from keepset.lab.memory import CacheMemory, dynamic_nbytes
 from keepset.lab.record import FULL, Record
-from keepset.lab.tasks.chat import ChatExample, ChatTask, Message, begun, rendered
-from keepset.lab.tasks.task import Tokenizer
+from keepset.lab.tasks.chat import ChatTask
+from keepset.lab.tasks.chat_example import SEEN, ChatExample, ChatQuestion, Message, begun, rendered
+from keepset.lab.tasks.task import Reply, Tokenizer
+from keepset.lab.texts import encode
 
 NEWEST = "newest_turns"
 SUMMARY = "summary"
@@ -30,7 +34,6 @@ _SUM_UP = (
 )
 _SUMMED_UP = "These are all facts that were told before:\n1."
 """The first words of a summary, without which a small model only says again what it has answered before."""
-_SAID: Message = {"role": "assistant", "content": "I see."}
 
 
 def tokens_of(budget: str, said: int) -> int:
@@ -162,7 +165,7 @@ class Summary(NewestTurns):
 
 
 def _with_summary(text: str) -> Sequence[Message]:
-    return {"role": "user", "content": _SUMMED_UP + text.rstrip()}, _SAID
+    return {"role": "user", "content": _SUMMED_UP + text.rstrip()}, SEEN
 
 
 _CHATS = {FULL: FullChat, NEWEST: NewestTurns, SUMMARY: Summary}
@@ -206,37 +209,88 @@ def play(
         chat = Conversation(model, begins, candidate.recipe)
     computed = _hear(chat, task, example, _greedy(tokenizer))
     figures = {**_figures(chat, len(rendered(begins, example.messages, asks=False))), "computed": computed}
-    replies = _ask(chat, task, example, _greedy(tokenizer))
-    rights = [task.judge(question, reply)["right"] for question, reply in zip(example.questions, replies, strict=True)]
+    replies = _ask(chat, task, example, tokenizer)
+    judged = [task.judge(question, reply)[task.metric] for question, reply in zip(example.asked, replies, strict=True)]
     groups: dict[str, list[float]] = {}
-    for question, right in zip(example.asked, rights, strict=True):
+    for question, score in zip(example.asked, judged, strict=True):
         for group in question.groups:
-            groups.setdefault(group, []).append(right)
-    scores = {"right": fmean(rights), **{group: fmean(of_group) for group, of_group in groups.items()}}
+            groups.setdefault(group, []).append(score)
+    scores = {task.metric: fmean(judged), **{group: fmean(of_group) for group, of_group in groups.items()}}
     return replace(blank, scores=scores, figures=figures, replies=replies)
 
 
 def _hear(chat: Conversation | FullChat, task: ChatTask, example: ChatExample, options: Mapping[str, Any]) -> int:
     """Have a chat hear all turns, compressed as often as the task says; return how many tokens were computed."""
-    computed, history = 0, list[Message]()
-    for first, end in zip([0, *task.ends], task.ends, strict=False):
+    computed, history, turns = 0, list[Message](), len(example.turns)
+    ends = task.ends(turns)
+    for first, end in zip([0, *ends], ends, strict=False):
         history += [message for turn in example.turns[first:end] for message in turn]
         chat.say(history[:-1], **options, max_new_tokens=1)
         computed += chat.computed
-        chat.edit(example.cleared if example.cleared and end == task.turns else history)
+        chat.edit(example.cleared if example.cleared and end == turns else history)
         computed += chat.computed
     return computed
 
 
-def _ask(chat: Conversation | FullChat, task: ChatTask, example: ChatExample, options: Mapping[str, Any]) -> list[str]:
+def _ask(chat: Conversation | FullChat, task: ChatTask, example: ChatExample, tokenizer: Tokenizer) -> list[Reply]:
     """Return the answers to all questions, each in a turn of its own or to the same history."""
-    history, replies = list(example.cleared or example.messages), list[str]()
+    history, replies = list(example.cleared or example.messages), list[Reply]()
     for question in example.asked:
-        asked = chat if task.asks_in_turns else chat.fork()
-        replies.append(asked.say([*history, question.message], **options, max_new_tokens=task.generation.tokens))
-        if task.asks_in_turns:
-            history += [question.message, question.answer]
+        asked = chat if task.stays else chat.fork()
+        reply = _answer(asked, [*history, question.message], question, task.generation.tokens, tokenizer)
+        replies.append(reply)
+        if task.stays:
+            own = {"role": "assistant", "content": f"{question.prefix}{reply}"}
+            history += [question.message, own if task.answers == "own" else question.answer]
     return replies
+
+
+def _answer(
+    chat: Conversation | FullChat, history: Sequence[Message], question: ChatQuestion, tokens: int, tokenizer: Tokenizer
+) -> Reply:
+    """Return the answer to a question, or the likelihood of the one that was recorded.
+
+    Args:
+        chat: the chat.
+        history: all messages, of which the last asks the question.
+        question: the question.
+        tokens: the most tokens of the answer.
+        tokenizer: the model's tokenizer.
+    """
+    options = _greedy(tokenizer)
+    if not question.choices:
+        return chat.say(history, **options, max_new_tokens=tokens)
+    recorded = Recorded(encode(tokenizer, question.choices[0])[:tokens])
+    options["logits_processor"].append(recorded)
+    chat.say(history, **options, max_new_tokens=len(recorded.ids))
+    return [(recorded.likelihood, recorded.is_greedy)]
+
+
+class Recorded(LogitsProcessor):
+    """Makes `model.generate` say given tokens, and notes how likely they were.
+
+    Args:
+        ids: the tokens, without one that ends an answer.
+
+    Attributes:
+        likelihood: the log-likelihood of those that were said.
+        is_greedy: whether the model would have said them by itself.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids, self.likelihood, self.is_greedy = ids, 0.0, True
+        self._said = 0
+
+    def __call__(
+        self, input_ids: Int[Tensor, "1 tokens"], scores: Float[Tensor, "1 vocabulary"]
+    ) -> Float[Tensor, "1 vocabulary"]:
+        token = self.ids[self._said]
+        self._said += 1
+        self.likelihood += float(scores[0].log_softmax(-1, torch.float32)[token])
+        self.is_greedy &= int(scores[0].argmax()) == token
+        said = torch.full_like(scores, -torch.inf)
+        said[0, token] = 0
+        return said
 
 
 def _figures(chat: Conversation | FullChat, said: int) -> dict[str, float]:
@@ -268,6 +322,7 @@ def cost(task: ChatTask, example: ChatExample, candidates: Sequence[Candidate]) 
     generated = len(candidates) * len(example.questions) * task.generation.tokens
     for candidate in candidates:
         if candidate.method == SUMMARY and candidate.requested is not None:
-            said = (task.length * end // task.turns for end in task.ends)
+            turns = len(example.turns)
+            said = (task.length * end // turns for end in task.ends(turns))
             generated += sum(tokens_of(candidate.requested, tokens) for tokens in said)
     return len(candidates) * task.length, generated

@@ -29,7 +29,8 @@ from keepset.lab.record import Record, merged
 from keepset.lab.sweep import chats
 from keepset.lab.sweep.pool import MOST, Answers, Job, Pool
 from keepset.lab.sweep.prompts import Asking, Prompt, PromptBuilder, TokenizedQuestion
-from keepset.lab.tasks.chat import ChatExample, ChatTask
+from keepset.lab.tasks.chat import ChatTask
+from keepset.lab.tasks.chat_example import ChatExample
 from keepset.lab.tasks.task import Example, Reply, Task, Tokenizer
 from keepset.models import context_length
 from keepset.recipe import Recipe

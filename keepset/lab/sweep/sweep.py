@@ -16,7 +16,8 @@ from keepset.lab.sweep import chats
 from keepset.lab.sweep.engine import Engine, Portion, Skipped
 from keepset.lab.sweep.prompts import Asking, PromptBuilder
 from keepset.lab.sweep.store import Key, Store
-from keepset.lab.tasks.chat import ChatExample, ChatTask
+from keepset.lab.tasks.chat import ChatTask
+from keepset.lab.tasks.chat_example import ChatExample
 from keepset.lab.tasks.task import Example, Task, Tokenizer
 
 

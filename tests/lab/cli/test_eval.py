@@ -258,7 +258,8 @@ def test_ctrl_c_in_a_process_of_its_own(tiny_folder: Path, tmp_path: Path, monke
 
 
 def test_conversations_are_compressed_between_turns_beside_what_needs_no_recipe(run: Run, tiny: Any) -> None:
-    options = "--turns 3 --compactions 1,3 --prompt-tokens 260 --limit 1 --recipes snapkv(window=8) --budgets 64"
+    options = "--turns 3 --questions 3 --compactions 1,3 --prompt-tokens 260 --limit 1 --budgets 64"
+    options += " --recipes snapkv(window=8)"
     done = run("eval", "chat", *options.split())
     assert done.code == 0, done.err
     others = ["streaming_llm(keep=64, turns=True)", "newest_turns(keep=64)", "summary(keep=64)"]
@@ -276,3 +277,18 @@ def test_conversations_are_compressed_between_turns_beside_what_needs_no_recipe(
 def test_conversations_have_no_other_ways_of_asking(run: Run, tiny: Any, wrong: str) -> None:
     because = f"Conversations are chats that are answered greedily: leave {wrong.split(maxsplit=1)[0]} out."
     check_refused(run, "eval", "chat", *wrong.split(), because=because)
+
+
+def test_recorded_conversations_are_read_from_a_file(run: Run, tiny: Any, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    chats = [{"conv": [{"user": f"{n}?", "sys": f"It is {n}."} for n in range(first, 4)]} for first in range(3)]
+    path.write_text("\n".join(map(json.dumps, chats)), "utf-8")
+    options = f"--file {path} --compactions 1 --prompt-tokens 260 --recipes snapkv(window=8) --budgets 64"
+    done = run("eval", "chat", *options.split(), "--no-baselines")
+    assert done.code == 0, done.err
+    task = "mt_eval@260, compressed once"
+    assert recipes(task) == [FULL, "snapkv(window=8, keep=64, turns=True)"] and len(stored()) == 2 * 3
+    assert all(0 < cell.scores["likelihood"] < 1 for cell in stored())
+    check_refused(run, "eval", "needle", "--file", str(path), because="--file is for recorded conversations")
+    options = options.replace("--compactions 1", "--compactions 1 --answers own --out own.jsonl")
+    assert run("eval", "chat", *options.split(), "--no-baselines").code == 0

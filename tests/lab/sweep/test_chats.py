@@ -1,6 +1,7 @@
 """Conversations of a tiny model, against `generate` on whole prompts that are joined by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,9 @@ from keepset.lab.sweep import chats
 from keepset.lab.sweep.engine import Engine, Portion, Skipped
 from keepset.lab.sweep.prompts import Asking
 from keepset.lab.sweep.sweep import cost
-from keepset.lab.tasks.chat import ChatExample, ChatQuestion, ChatTask, Message
+from keepset.lab.tasks.chat import Answers, ChatTask, MadeTask, RecordedTask
+from keepset.lab.tasks.chat_example import ChatExample, ChatQuestion, Message
+from keepset.lab.tasks.recorded import Recording
 from keepset.recipe import Recipe
 from tests.hf.models import hooks_on, tiny, untrained, with_random_weights
 from tests.lab.sweep.asked import letters, watched
@@ -43,8 +46,8 @@ def example(*, by_tool: bool = False) -> ChatExample:
     return ChatExample("0", "", questions, {"length": 200}, tuple(turns), tuple(cleared) if by_tool else ())
 
 
-def task(compactions: int = 2, kind: str = "chat") -> ChatTask:
-    return ChatTask(kind, 200, len(TOLD), compactions)
+def task(compactions: int = 2, kind: str = "chat", answers: Answers = "none") -> ChatTask:
+    return MadeTask(kind, 200, len(TOLD), compactions, answers=answers)
 
 
 def recipe(text: str) -> Candidate:
@@ -73,25 +76,25 @@ def answered(prompt: str, tokens: int, model: str = "llama") -> str:
     return str(TOKENIZER.decode(generated(prompt, tokens, model), skip_special_tokens=True))
 
 
-def answers(history: str, *, in_turns: bool = False, model: str = "llama") -> list[str]:
-    """The answers to all questions after a history, each followed by the right one if they are turns."""
+def answers(history: str, *, stay: Answers = "none", model: str = "llama") -> list[str]:
+    """The answers to all questions after a history, each with what stays of those before."""
     replies = []
     for begin, end, _ in ASKED:
         replies.append(answered(f"{history}u:And?|a:{begin}", 5, model))
-        if in_turns:
-            history += f"u:And?|a:{begin} {end}.|"
+        said = {"none": "", "right": f"u:And?|a:{begin} {end}.|", "own": f"u:And?|a:{begin}{replies[-1]}|"}
+        history += said[stay]
     return replies
 
 
-@pytest.mark.parametrize("kind", ["chat", "chat_turns"])
+@pytest.mark.parametrize("stay", ["none", "right", "own"])
 @pytest.mark.parametrize("compactions", [1, 3])
 @pytest.mark.parametrize("candidate", [FULL_CACHE, recipe("adakv(streaming_llm, keep=1.0, turns=True)")])
 def test_with_everything_kept_answers_are_those_of_one_prompt(
-    kind: str, compactions: int, candidate: Candidate
+    stay: Answers, compactions: int, candidate: Candidate
 ) -> None:
     made = example()
-    cell = play(candidate, task(compactions, kind), made)
-    assert cell.replies == answers(text_of(made.messages), in_turns=kind == "chat_turns")
+    cell = play(candidate, task(compactions, answers=stay), made)
+    assert cell.replies == answers(text_of(made.messages), stay=stay)
     tokens = len(text_of(made.messages))
     assert cell.figures["keep"] == pytest.approx(1.0)
     assert tokens - 7 <= cell.figures["computed"] <= tokens  # a conversation computes "I see.|" with what follows
@@ -120,7 +123,7 @@ def test_the_newest_turns_that_fit_are_all_that_is_known(size: str, compactions:
     made, number = example(), float(size.partition("=")[2])
     parts = [text_of(turn) for turn in made.turns]
     known, done, computed = "", 0, 0
-    for end in task(compactions).ends:
+    for end in task(compactions).ends(len(TOLD)):
         computed += len("".join(parts[done:end])) - len("I see.|")
         room = number if number > 1 else int(number * len("".join(parts[:end])))
         held = ["".join(parts[first:end]) for first in range(end)]
@@ -167,7 +170,7 @@ def test_recipes_compress_as_often_as_asked_and_compute_what_is_new(
         cell = play(recipe(text), task(compactions), made, model)
     assert cell.figures["computed"] == sum(tokens for _, tokens in calls)
     parts = [len(text_of(turn)) for turn in made.turns]
-    assert lengths == [sum(parts[:end]) - len("I see.|") for end in task(compactions).ends]
+    assert lengths == [sum(parts[:end]) - len("I see.|") for end in task(compactions).ends(len(TOLD))]
     assert cell.figures["keep"] == pytest.approx(40 / lengths[-1] if "40" in text else 0.5, abs=0.02)
     assert not hooks_on(model)
 
@@ -203,3 +206,20 @@ def test_costs_count_every_candidate_and_the_summaries() -> None:
     total = cost([Portion(task(2), [(0, example())], todo)], TOKENIZER, Asking())
     assert (total.cells, total.examples, total.prompt_tokens) == (5, 1, 5 * 200)
     assert total.answer_tokens == 5 * 3 * 5 + (25 + 50) + (30 + 30)
+
+
+@pytest.mark.parametrize("candidate", [FULL_CACHE, recipe("adakv(streaming_llm, keep=1.0, turns=True)")])
+def test_a_recorded_answer_is_as_likely_as_in_one_prompt(candidate: Candidate) -> None:
+    said, tokens = "Black, I think.", len("Black, I think.")
+    question = ChatQuestion("And?", tokens, choices=(said,))
+    made = replace(example(), questions=(question,))
+    judge = RecordedTask(Recording("sharegpt", False, ()), 200, 2, 1, "none")
+    cell = play(candidate, judge, made)
+    ids = TOKENIZER(f"{text_of(made.messages)}u:And?|a:{said}", add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = tiny("llama")(ids).logits[0, -tokens - 1 : -1].log_softmax(-1, torch.float32)
+    expected = logits.gather(-1, ids[0, -tokens:, None]).mean().exp()
+    assert cell.metric == "likelihood" and cell.scores == {"likelihood": pytest.approx(float(expected), rel=1e-4)}
+    [[[likelihood, greedy]]] = cell.to_json()["outcome"]["replies"]
+    assert likelihood == pytest.approx(tokens * float(expected.log()), rel=1e-4)
+    assert greedy is bool((logits.argmax(-1) == ids[0, -tokens:]).all())

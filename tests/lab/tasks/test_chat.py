@@ -5,14 +5,24 @@ from typing import Any
 import pytest
 
 from keepset import KeepsetError
-from keepset.lab.tasks.chat import NAMES, ChatExample, ChatSettings, ChatTask
+from keepset.lab.tasks.chat import NAMES, Answers, ChatSettings, MadeTask
+from keepset.lab.tasks.chat_example import ChatExample
 from keepset.lab.tasks.find import find
 from keepset.lab.tasks.task import TaskSettings
 
 
-def chats(kind: str, length: int, turns: int = 15, compactions: int = 1) -> ChatTask:
-    [made] = find([kind], ChatSettings(None, (length,), turns, (compactions,)))
-    assert isinstance(made, ChatTask)
+def chats(
+    kind: str,
+    length: int,
+    turns: int = 15,
+    compactions: int = 1,
+    questions: int | None = None,
+    answers: Answers = "none",
+) -> MadeTask:
+    """A task; by default with as many questions as there are facts, if each turn has one."""
+    count = turns - turns // 5 if questions is None else questions
+    [made] = find([kind], ChatSettings(None, (length,), turns, (compactions,), count, answers))
+    assert isinstance(made, MadeTask)
     return made
 
 
@@ -71,7 +81,7 @@ def test_what_is_asked_was_told_and_the_newest_counts(kind: str, length: int, tu
 
 
 def test_questions_that_are_turns_count(tokenizer: Any) -> None:
-    for example in chats("chat_turns", 1200, 8).examples(tokenizer, limit=2):
+    for example in chats("chat", 1200, 8, answers="right").examples(tokenizer, limit=2):
         check(example, 8)
         said = "".join(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>I see.<|im_end|>\n" for text in told(example))
         for question in example.questions:
@@ -134,17 +144,19 @@ def test_answers_are_judged_by_the_newest_word(tokenizer: Any) -> None:
     ("compactions", "ends"), [(1, [15]), (2, [7, 15]), (4, [3, 7, 11, 15]), (15, list(range(1, 16)))]
 )
 def test_the_history_is_compressed_after_even_parts(compactions: int, ends: list[int]) -> None:
-    assert chats("chat", 700, 15, compactions).ends == ends
+    assert chats("chat", 700, 15, compactions).ends(15) == ends
 
 
 def test_what_cannot_be_made_is_refused(tokenizer: Any) -> None:
-    assert len({task.name for name in NAMES for task in find([name], TaskSettings(lengths=(512, 1024)))}) == 16
+    assert len({task.name for name in NAMES for task in find([name], TaskSettings(lengths=(512, 1024)))}) == 28
     for count in (0, 16):
         with pytest.raises(KeepsetError, match=f"15 turns cannot be compressed {count} times: ask for 1 to 15"):
             chats("chat", 700, 15, count)
-    with pytest.raises(KeepsetError, match="201 turns are too many for different facts: ask for at most 200"):
+    with pytest.raises(
+        KeepsetError, match="201 turns with 161 questions are too many for different facts: ask for at most 200"
+    ):
         chats("chat", 700, 201)
-    with pytest.raises(KeepsetError, match="300 tokens leave no room for 15 turns: ask for more"):
+    with pytest.raises(KeepsetError, match="300 tokens leave no room for 15 turns and 12 questions: ask for more"):
         chats("chat", 300).examples(tokenizer, limit=1)
     tokenizer = type("Tokenizer", (), {"chat_template": None})()
     with pytest.raises(KeepsetError, match="needs a chat template, and the model's tokenizer has none"):
