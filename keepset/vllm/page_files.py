@@ -188,7 +188,7 @@ class PageFiles:
         self._writing.append((file, 0, failed))
 
     def _write(self, file: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> int:
-        checks = {name: _checked(tensor) for name, tensor in tensors.items()}
+        checks = {name: check_sum(tensor) for name, tensor in tensors.items()}
         try:
             FORMAT.write(self._path(file), tensors, {"format": FORMAT.version, **metadata, _CHECKS: checks})
             self._is_full, nbytes = False, self._path(file).stat().st_size
@@ -205,7 +205,7 @@ class PageFiles:
     def _read(self, file: str) -> dict[str, Tensor]:
         with FORMAT.opened(self._path(file)) as (reader, metadata):
             tensors = {name: reader[name] for name in reader.layout}
-            if {name: _checked(tensor) for name, tensor in tensors.items()} != metadata[_CHECKS]:
+            if {name: check_sum(tensor) for name, tensor in tensors.items()} != metadata[_CHECKS]:
                 raise FORMAT.corrupt(self._path(file))
             return tensors
 
@@ -231,5 +231,6 @@ class PageFiles:
         return self.folder / f"{file}-{self.rank}{SUFFIX}"
 
 
-def _checked(tensor: Tensor) -> int:
+def check_sum(tensor: Tensor) -> int:
+    """Return by what it is found that a tensor on the host was damaged in a file."""
     return crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -88,7 +88,8 @@ def identity_of(config: VllmConfig, groups: KVCacheConfig) -> dict[str, Any]:
         groups: its groups of layers.
     """
     model, parallel = config.model_config, config.parallel_config
-    fingerprint = fingerprint_of(model)
+    with set_current_vllm_config(config):  # vLLM may have changed transformers' classes, which then ask for it
+        fingerprint = fingerprint_of(model)
     specs = [
         [group.layer_names, group.kv_cache_spec.block_size, group.kv_cache_spec.page_size_bytes]
         for group in groups.kv_cache_groups
