@@ -44,7 +44,7 @@ from keepset.vllm.page_files import PageFiles, ProcessPages
 from keepset.vllm.questions import question_of
 from keepset.vllm.request_options import NO_CONTEXTS, RequestOptions
 from keepset.vllm.settings import spills_of
-from keepset.vllm.spilled import FilePages, Spill, SpilledBytes, folder_of, identity_of, in_order, stored_files
+from keepset.vllm.spilled import FilePages, Spill, SpilledBytes, folder_of, identity_of, in_order, remove, stored_files
 from keepset.vllm.window_pages import CopiedPages, WindowPages, copy_pages
 
 logger = init_logger(__name__)
@@ -319,6 +319,8 @@ class ConversationConnector(BlockCountConnector):
         coming = [one.conversation for one in self._coming.values()]
         known = [one for one in [*self._conversations.all(), *coming] if (one.owner, one.name) == (owner, name)]
         for conversation in known:
+            if self._spills is not None and conversation.file is not None:  # the workers may do nothing for long
+                remove(folder_of(self._spills), conversation.file)
             self._conversations.delete(conversation)
         waiting = [one for one, whose in self._owners.items() if (whose, self._talking[one]) == (owner, name)]
         for request in waiting:

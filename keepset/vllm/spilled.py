@@ -140,14 +140,28 @@ def stored_files(folder: Path, identity: dict[str, Any]) -> Iterator[StoredFile]
         try:
             with FORMAT.opened(path) as (_, metadata):
                 theirs = dict(metadata["identity"])
-            siblings = list(folder.glob(f"{file}-*{SUFFIX}"))
             if theirs == identity:
-                yield StoredFile(file, metadata, sum(sibling.stat().st_size for sibling in siblings))
+                yield StoredFile(file, metadata, sum(part.stat().st_size for part in _parts(folder, file)))
             elif theirs.pop(CHANGED, None) is not None and theirs == identity:
-                for sibling in siblings:
-                    sibling.unlink(missing_ok=True)
+                remove(folder, file)
         except (KeepsetError, OSError) as error:
             logger.warning("A conversation is computed anew: %s", error)
+
+
+def remove(folder: Path, file: str) -> None:
+    """Delete what all processes of this machine have written of a conversation.
+
+    Args:
+        folder: the folder of conversations' files.
+        file: the file's name, without rank and ending.
+    """
+    for part in _parts(folder, file):
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _parts(folder: Path, file: str) -> list[Path]:
+    return list(folder.glob(f"{file}-*{SUFFIX}"))
 
 
 @dataclass

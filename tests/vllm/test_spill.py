@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.vllm.conftest import oracle_of, save_tiny
 from tests.vllm.engine import Ask, Result, Scenario, sealed
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
+from tests.vllm.served import save_model, served
 from tests.vllm.test_conversations import (
     ANSWERS,
     APART,
@@ -30,12 +32,14 @@ from tests.vllm.test_conversations import (
     WAYS,
     WHOLE,
     check,
+    plain_chats,
     question,
     windows,
     with_networks,
 )
 from tests.vllm.test_conversations import scenario as of_pool
 
+conversations = Late("keepset.vllm.conversations")
 page_files = Late("keepset.vllm.page_files")
 spilled = Late("keepset.vllm.spilled")
 
@@ -113,6 +117,20 @@ def test_comes_back_as_it_was(case: tuple[str, str, str], model: Path, oracle: O
     assert len(files_in(tmp_path)) == told["spilled"] - told["read"] > 0
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("recipe", "way"), [(POOLED, ""), (POOLED, "ahead"), (POOLED, "own process"), (NETWORKS, "")])
+def test_pages_that_others_get_at_once(recipe: str, way: str, model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """In the step after a turn's end, in which it is also chosen what stays of it."""
+    turns = replay(oracle, with_networks(recipe, model), SAID[:2], ANSWERS)
+    waiting = [Ask(IDS[1000 + 7 * number :][:570], 2, add=1) for number in range(OTHERS)]
+    at_once = {"max_num_batched_tokens": 2048, "max_num_seqs": OTHERS, "num_gpu_blocks_override": 58}
+    asks = [*apart(turns), *waiting]
+    few = scenario(with_networks(recipe, model), model, tmp_path, asks, **at_once, **WAYS[way])
+    engine = result(answers_of({"": few}), "")
+    check(turns, engine)
+    assert engine.stats["conversations_read"] == 1 and not engine.stats["conversations_lost"]
+
+
 @pytest.mark.parametrize("recipe", full([POOLED, WHOLE]))
 def test_with_what_windows_see(recipe: str, windows: Path, tmp_path: Path) -> None:
     turns = replay(oracle_of(windows), recipe, SAID, ANSWERS)
@@ -144,6 +162,42 @@ def test_pages_of_8_bits(kind: str, model: Path, tmp_path: Path) -> None:
     assert result(engines, "").stats["conversations_read"] == 3 and not result(engines, "large").stats["turns"] > 3
     assert result(engines, "").tokens == result(engines, "large").tokens
     assert result(engines, "").cached[:4] == result(engines, "large").cached[:4] == [0, 150, 230, 400]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("way", "seed"), [("", 0), ("ahead", 1), ("own process", 3), ("", 4)])
+def test_nothing_is_mixed_up(way: str, seed: int, model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """Many conversations in few pages, asked again, given up, and of more bytes than there may be on disk."""
+    draw, asks, expected = random.Random(seed), [], []
+    for chat in plain_chats(oracle, 9, 4, seed):
+        step = draw.randint(0, 60)
+        for turn in chat:
+            for _ in range(draw.choice([1, 1, 1, 2])):
+                abort = step + draw.randint(1, 25) if draw.random() < 0.2 else None
+                asks.append(Ask(turn.prompt, len(turn.answer), add=step, abort=abort))
+                expected.append(turn.answer)
+                step += draw.choice([1, 30, 45, 90])
+    few = {"num_gpu_blocks_override": 40, "max_num_seqs": 6, "limits": {"bytes": 2 * 10**6}}
+    engine = result(answers_of({"": scenario(WHOLE, model, tmp_path, asks, **few, **WAYS[way])}), "")
+    for ask, answer, tokens in zip(asks, expected, engine.tokens, strict=True):
+        assert tokens is not None or ask.abort is not None
+        assert answer[: len(tokens or [])] == (tokens or [])
+        assert ask.abort is not None or len(tokens or []) == len(answer)
+    told = {name: engine.stats[f"conversations_{name}"] for name in ("spilled", "read", "lost", "evicted")}
+    assert told["read"] > 2 and told["evicted"] > 2
+    assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 2 * 10**6
+    if engine.log:
+        engine.check_nothing_left()
+
+
+@pytest.mark.full
+def test_runner_v2_spills_what_has_waited_for_a_step(model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """The runner plans a step before it says that pages are given away."""
+    turns = replay(oracle, POOLED, SAID[:3], ANSWERS)
+    asks = [*apart(turns), *others(range(2))]
+    engine = result(answers_of({"": replace(scenario(POOLED, model, tmp_path, asks), runner_v2=True)}), "")
+    check(turns, engine)
+    assert engine.stats["conversations_read"] == 2
 
 
 def then(recipe: str, model: Path, folder: Path, turns: list[ChatTurn], **engine: Any) -> Result:
@@ -317,26 +371,83 @@ def test_the_least_recently_used_go_first() -> None:
 @pytest.mark.full
 def test_owners_limits_and_deletion(model: Path, oracle: Oracle, tmp_path: Path) -> None:
     """Two owners have a conversation of one name; a deleted one leaves no file, and too many bytes neither."""
-    mine, theirs = "1" * 32, "2" * 32
-    chats = {
-        owner: replay(oracle, RAGGED, [[IDS[1100 + n], *SAID[0][1:]], SAID[1]], ANSWERS)
-        for n, owner in enumerate((mine, theirs))
-    }
-    asks = [
-        ask for owner, turns in chats.items() for ask in apart(turns, extra=sealed(owner=owner, conversation="chat"))
-    ]
-    deleted = Ask([0], 1, APART + 30, APART + 30, extra=question(owner=theirs, delete="chat"))
-    few = others(range(2))
-    engine = result(answers_of({"": scenario(RAGGED, model, tmp_path, [*asks, deleted, *few], signed=True)}), "")
-    assert engine.tokens[:3] == [*(turn.answer for turn in chats[mine]), chats[theirs][0].answer]
+    owners = mine, theirs = "1" * 32, "2" * 32
+    said = [[[IDS[1100 + number], *SAID[0][1:]], *SAID[1:3]] for number in range(2)]
+    chats = {owner: replay(oracle, RAGGED, one, ANSWERS) for owner, one in zip(owners, said, strict=True)}
+    named = {owner: sealed(owner=owner, conversation="chat") for owner in owners}
+    asks = [ask for owner, turns in chats.items() for ask in apart(turns[:2], extra=named[owner])]
+    deleted = Ask([0], 1, APART + 50, APART + 50, extra=question(owner=theirs, delete="chat"))
+    first = scenario(RAGGED, model, tmp_path, [*asks, deleted, *others(range(2))], signed=True)
+    engine = result(answers_of({"": first}), "")
+    assert engine.tokens[:3] == [*(turn.answer for turn in chats[mine][:2]), chats[theirs][0].answer]
     assert engine.cached[:4] == [0, chats[mine][1].reused, 0, 0]
-    names: dict[tuple[str, str], Path] = {}
-    for path in files_in(tmp_path):
-        with opened(path) as reader:
-            metadata = json.loads(reader.metadata["keepset_conversation"])
-        names[metadata["owner"], metadata["name"]] = path
-    assert {(mine, "chat"), (theirs, "chat")} <= names.keys()
-    limit = {"owner_bytes": names[mine, "chat"].stat().st_size - 1}
-    limited = scenario(RAGGED, model, tmp_path, [*asks[:1]], signed=True, limits=limit)
-    engine = result(answers_of({"": limited}), "")
-    assert not names[mine, "chat"].exists() and engine.stats["conversations_evicted"] > 1
+    third = [Ask(chats[mine][2].prompt, ANSWERS, extra=named[owner]) for owner in (theirs, mine)]
+    engine = result(answers_of({"": scenario(RAGGED, model, tmp_path, third[:1], signed=True)}), "")
+    assert engine.cached == [0]
+    limits = {"owner_bytes": max(path.stat().st_size for path in files_in(tmp_path))}
+    engine = result(answers_of({"": scenario(RAGGED, model, tmp_path, third, signed=True, limits=limits)}), "")
+    assert engine.cached == [0, chats[mine][2].reused] and engine.tokens[1] == chats[mine][2].answer
+    assert engine.stats["conversations_evicted"] > 1
+    assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 3 * limits["owner_bytes"]
+
+
+@pytest.mark.full
+def test_a_reset_forgets_files(left: tuple[Path, list[ChatTurn]], model: Path, tmp_path: Path) -> None:
+    """Weights may have changed, also for what is written to files since: no engine will have these again."""
+    copied(left, tmp_path)
+    turn = left[1][0]
+    early = [Ask(IDS[2000:2100], 8), Ask(turn.prompt, ANSWERS, add=30), *others(range(1))]
+    reset = replace(scenario(POOLED, model, tmp_path, early), resets=[(20, 1.0)])
+    engine = result(answers_of({"": reset}), "")
+    assert engine.cached[1] == 0 and engine.stats["conversations_spilled"] > 0 and files_in(tmp_path)
+    assert then(POOLED, model, tmp_path, [turn]).cached == [0]
+    assert not files_in(tmp_path)
+
+
+def test_what_a_file_says_of_a_conversation(tmp_path: Path) -> None:
+    """Nothing is lost of it, and an adapter must be as it was."""
+    adapter = tmp_path / "adapter.safetensors"
+    adapter.write_text("weights")
+    parts = {"left_out": [(1, 3)], "prompt": 4, "blocks": [], "hashes": [], "name": "a", "is_plain": True}
+    more = {"system": ((0, 2),), "owner": "1" * 32, "salt": "s", "adapter": ("b", str(tmp_path)), "stored": [(1, 2)]}
+    before = conversations.Conversation([5, 6, 7, 8, 9], **parts, **more)
+    said = json.loads(json.dumps(conversations.metadata_of(before)))
+    assert vars(conversations.conversation_of(said)) == vars(before)
+    for name in ("name", "salt", "owner"):
+        with pytest.raises(ValueError, match="nobody's"):
+            conversations.conversation_of({**said, name: []})
+    adapter.touch()
+    with pytest.raises(ValueError, match="adapter has changed"):
+        conversations.conversation_of(said)
+
+
+@pytest.mark.full
+def test_a_server_lists_and_deletes_files(tmp_path: Path) -> None:
+    """Also after it was started again; what is deleted is gone at once. Of contexts it knows nothing."""
+    model, folder = save_model(tmp_path / "model"), tmp_path / "kept"
+    folder.mkdir()
+    limits = {"contexts": folder, "save_bytes": 10**8, "conversation_bytes": 10**8}
+
+    def place(client: Any) -> dict[str, tuple[str, int]]:
+        listed = client.get("/v1/conversations").json()["data"]
+        return {one["id"]: (one["place"], one["bytes"]) for one in listed if one["id"]}
+
+    def ask(client: Any, prompt: list[int], **options: Any) -> Any:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, **({"keepset": options} if options else {})}
+        return client.post("/v1/completions", json=body)
+
+    with served(model, RAGGED, **limits) as (_, client):
+        assert ask(client, IDS[:100], conversation="a").status_code == 200
+        where, nbytes = place(client)["a"]
+        assert (where, nbytes % 2**14) == ("memory", 0) and nbytes > 0
+        refused = ask(client, IDS[:100], save="b")
+        assert refused.status_code == 400 and "keeps conversations, and no contexts" in refused.text
+        for number in range(6):
+            assert ask(client, IDS[200 + 50 * number :][:360]).status_code == 200
+        (path,) = {path for path in files_in(folder) if b'\\"name\\": \\"a\\"' in path.read_bytes()}
+        assert place(client)["a"] == ("disk", path.stat().st_size)
+        assert "keepset:conversations_spilled_total" in client.get("/metrics").text
+    with served(model, RAGGED, **limits) as (_, client):
+        assert place(client)["a"] == ("disk", path.stat().st_size)
+        assert client.delete("/v1/conversations/a").status_code == 200
+        assert not path.exists() and "a" not in place(client)
