@@ -98,7 +98,7 @@ def command(
     """
     additional, remaining = _additional(options)
     if save_bytes and contexts is None:
-        raise KeepsetError("--save-bytes limits what a server saves: name the folder for it with --contexts.")
+        raise KeepsetError("--save-bytes limits files that a server saves: name their folder with --contexts.")
     args: dict[str, Any] = {"additional_config": additional} if additional else {}
     with_keepset = recipe is not None or contexts is not None
     if with_keepset:

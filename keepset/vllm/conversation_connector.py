@@ -137,10 +137,12 @@ class ConversationConnector(BlockCountConnector):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Copy the pages of conversations that this step writes to."""
-        metadata, context = kv_connector_metadata, active()
-        assert isinstance(metadata, TurnMessage) and context is not None
+        metadata = kv_connector_metadata
+        assert isinstance(metadata, TurnMessage)
         if not metadata.spills or self._files is None:
             return
+        context = active()
+        assert context is not None
         if metadata.is_early:
             context.events.run()
         groups, pages = self._groups(context), self._pages_of(context)
@@ -501,10 +503,10 @@ class ConversationConnector(BlockCountConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, EmptiedBlockCounts):
-            for name, by_process in self._of_all(report.turns):
-                self._arrive(name, [min(emptied) for emptied in zip(*by_process, strict=False)])
             for file, sizes in self._of_all(report.written):
                 self._conversations.written(file, sizes)
+            for name, by_process in self._of_all(report.turns):
+                self._arrive(name, [min(emptied) for emptied in zip(*by_process, strict=False)])
         super().update_connector_output(connector_output)
 
     def _of_all(self, told: Mapping[str, list[Any]]) -> Iterator[tuple[str, list[Any]]]:

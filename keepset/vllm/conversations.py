@@ -342,7 +342,8 @@ class Conversations:
         """
         for conversation in self._in_files.values():
             alike = copy(request)
-            alike.cache_salt, alike.mm_features = salt_of(conversation.owner, conversation.salt), []
+            alike.cache_salt = salt_of(conversation.owner, conversation.salt)
+            alike.mm_features, alike.prompt_embeds = [], None
             adapter: Any = conversation.adapter and SimpleNamespace(
                 lora_name=conversation.adapter[0], lora_path=conversation.adapter[1]
             )

@@ -194,11 +194,12 @@ class SpilledBytes:
         return self._files.get(file, ("", 0))[1]
 
     def too_many(self) -> list[str]:
-        """Return the files that must go: an owner's least recently used ones first, then anybody's."""
-        gone: list[str] = []
+        """Return the files that must go: too large ones, then an owner's least recently used ones, then anybody's."""
+        most = min(self.limits.bytes, self.limits.owner_bytes)
+        gone = [file for file, (_, nbytes) in self._files.items() if nbytes > most]
         for owner in {owner for owner, _ in self._files.values()}:
             own = {file: nbytes for file, (whose, nbytes) in self._files.items() if whose == owner}
-            gone += _oldest(own, self.limits.owner_bytes)
+            gone += _oldest({file: own[file] for file in own if file not in gone}, self.limits.owner_bytes)
         left = {file: nbytes for file, (_, nbytes) in self._files.items() if file not in gone}
         return [*gone, *_oldest(left, self.limits.bytes)]
 
