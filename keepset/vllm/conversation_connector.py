@@ -37,7 +37,8 @@ from keepset.recording import RecordedFeatures
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage, hash_again
 from keepset.vllm.contexts import EVERYBODY
-from keepset.vllm.conversations import ComingTurn, Conversation, Conversations, metadata_of
+from keepset.vllm.conversation import ComingTurn, Conversation, metadata_of
+from keepset.vllm.conversations import Conversations
 from keepset.vllm.engine_context import EngineContext, active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.page_files import PageFiles, ProcessPages

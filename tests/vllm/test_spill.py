@@ -39,7 +39,7 @@ from tests.vllm.test_conversations import (
 )
 from tests.vllm.test_conversations import scenario as of_pool
 
-conversations = Late("keepset.vllm.conversations")
+conversation = Late("keepset.vllm.conversation")
 page_files = Late("keepset.vllm.page_files")
 spilled = Late("keepset.vllm.spilled")
 
@@ -88,6 +88,13 @@ def others(numbers: Iterator[int] | range) -> list[Ask]:
 def files_in(folder: Path) -> list[Path]:
     """The files of conversations, and whatever else was left there."""
     return sorted((folder / "conversations").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def said_of(path: Path) -> dict[str, Any]:
+    """What a file says of its conversation."""
+    with opened(path) as reader:
+        said: dict[str, Any] = json.loads(reader.metadata["keepset_conversation"])
+        return said
 
 
 CASES = [(POOLED, "goes on", "")]
@@ -218,9 +225,7 @@ def copied(left: tuple[Path, list[ChatTurn]], folder: Path) -> list[Path]:
     """The same files in another folder, the conversation's own as the only ones."""
     (folder / "conversations").mkdir()
     for path in files_in(left[0]):
-        with opened(path) as reader:
-            tokens = len(json.loads(reader.metadata["keepset_conversation"])["ids"])
-        if tokens < 500:
+        if len(said_of(path)["ids"]) < 500:
             (folder / "conversations" / path.name).write_bytes(path.read_bytes())
     return files_in(folder)
 
@@ -236,7 +241,7 @@ def rewritten(path: Path, change: Any) -> None:
     """Write a file of other entries, with the right check sums."""
     with opened(path) as reader:
         tensors = {name: reader[name] for name in reader.layout}
-        metadata = json.loads(reader.metadata["keepset_conversation"])
+    metadata = said_of(path)
     change(tensors, metadata)
     metadata["checks"] = {name: page_files.check_sum(tensor) for name, tensor in tensors.items()}
     spilled.FORMAT.write(path, tensors, metadata)
@@ -404,21 +409,31 @@ def test_a_reset_forgets_files(left: tuple[Path, list[ChatTurn]], model: Path, t
     assert not files_in(tmp_path)
 
 
+@pytest.mark.full
+def test_a_newer_conversation_replaces_a_file(model: Path, tmp_path: Path) -> None:
+    """If nobody can find it any more: a turn that is asked for again was computed anew, because of `every`."""
+    asks = [Ask(SAID[0], ANSWERS, add=2 * APART * number) for number in range(2)]
+    engine = result(answers_of({"": scenario(EVERY, model, tmp_path, [*asks, *others(range(2))])}), "")
+    assert engine.tokens[0] == engine.tokens[1] and engine.cached[:2] == [0, 0]
+    begins = [ids[: len(SAID[0])] for path in files_in(tmp_path) for ids in [said_of(path)["ids"]]]
+    assert begins.count(SAID[0]) == 1
+
+
 def test_what_a_file_says_of_a_conversation(tmp_path: Path) -> None:
     """Nothing is lost of it, and an adapter must be as it was."""
     adapter = tmp_path / "adapter.safetensors"
     adapter.write_text("weights")
     parts = {"left_out": [(1, 3)], "prompt": 4, "blocks": [], "hashes": [], "name": "a", "is_plain": True}
     more = {"system": ((0, 2),), "owner": "1" * 32, "salt": "s", "adapter": ("b", str(tmp_path)), "stored": [(1, 2)]}
-    before = conversations.Conversation([5, 6, 7, 8, 9], **parts, **more)
-    said = json.loads(json.dumps(conversations.metadata_of(before)))
-    assert vars(conversations.conversation_of(said)) == vars(before)
+    before = conversation.Conversation([5, 6, 7, 8, 9], **parts, **more)
+    said = json.loads(json.dumps(conversation.metadata_of(before)))
+    assert vars(conversation.conversation_of(said)) == vars(before)
     for name in ("name", "salt", "owner"):
         with pytest.raises(ValueError, match="nobody's"):
-            conversations.conversation_of({**said, name: []})
+            conversation.conversation_of({**said, name: []})
     adapter.touch()
     with pytest.raises(ValueError, match="adapter has changed"):
-        conversations.conversation_of(said)
+        conversation.conversation_of(said)
 
 
 @pytest.mark.full
