@@ -98,7 +98,9 @@ class ProcessPages:
             index = _index(pages.blocks[place], group.pages_of(0))
             group.columns.write_blocks(index, below(f"columns.{place}.", tensors))
             page, layout = _newest(group, pages.ended, place), below(f"layout.{place}.", tensors)
-            _tables(group).begin(page, PageLayout(**{name: part[None] for name, part in layout.items()}))
+            _tables(group).begin(
+                page, PageLayout(**{name: part[None].to(index.device) for name, part in layout.items()})
+            )
             _tables(group).go_on(page, pages.ended.tokens)
 
     def _caches(self, place: int) -> list[Tensor]:

@@ -88,6 +88,8 @@ def identity_of(config: VllmConfig, groups: KVCacheConfig) -> dict[str, Any]:
         groups: its groups of layers.
     """
     model, parallel = config.model_config, config.parallel_config
+    # CPUs store entries in the order in which their instructions read them.
+    instructions = [torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported()]
     with set_current_vllm_config(config):  # vLLM may have changed transformers' classes, which then ask for it
         fingerprint = fingerprint_of(model)
     specs = [
@@ -102,8 +104,7 @@ def identity_of(config: VllmConfig, groups: KVCacheConfig) -> dict[str, Any]:
         "cache": config.cache_config.cache_dtype,
         "vllm": vllm.__version__,
         "processes": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
-        # CPUs store entries in the order in which their instructions read them.
-        "device": [current_platform.device_type, platform.machine(), torch.backends.cpu.get_cpu_capability()],
+        "device": [current_platform.device_type, platform.machine(), *instructions],
     }
 
 
@@ -132,7 +133,7 @@ def stored_files(folder: Path, identity: dict[str, Any]) -> Iterator[StoredFile]
     """
     clear_abandoned(folder, ".*")
     paths = {}
-    for path in folder.glob(f"*-0{SUFFIX}"):
+    for path in folder.glob(f"{'[0-9a-f]' * 32}-0{SUFFIX}"):
         with suppress(OSError):
             paths[path] = path.stat().st_mtime_ns
     for path in sorted(paths, key=paths.__getitem__):
