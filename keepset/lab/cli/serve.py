@@ -43,7 +43,7 @@ def serve(
         ),
     ] = 0,
     conversation_bytes: Annotated[
-        int, Option(min=0, help="With turns=True: bytes of one API key's conversations there. [default: no own limit]")
+        int, Option(min=0, help="With turns=True: bytes of one API key's conversations there; 0: no limit of its own.")
     ] = 0,
 ) -> None:
     """Serve a model with vLLM and a recipe.
