@@ -190,6 +190,15 @@ class QueryRing:
         """Bytes allocated, without queries that are held only for a step."""
         return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of a query."""
+        return self._rings.dtype
+
+    def of_request(self, queries: int) -> tuple[int, int, int]:
+        """Return the shape of so many queries of one request in one layer, `[query_heads, queries, head_dim]`."""
+        return self._rings.shape[3], queries, self._rings.shape[4]
+
     def part(self, first: int, layers: int) -> QueryRing:
         """Return a view of `layers` layers from layer `first` on.
 

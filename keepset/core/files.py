@@ -109,7 +109,7 @@ class TensorFile:
 
         check_replaceable(path)
         name = sha256(os.fsencode(path.name)).hexdigest()[:_NAMED]  # the name itself may be as long as names can be
-        _clear(path.parent, f".{name}.*{_UNFINISHED}")
+        clear_abandoned(path.parent, f".{name}.*")
         unfinished = path.parent / f".{name}.{uuid4().hex}{_UNFINISHED}"
         try:
             mode = _mode_of_a_new_file(unfinished)
@@ -161,9 +161,14 @@ class TensorFile:
                 raise refused(self.damaged) from None
 
 
-def _clear(folder: Path, pattern: str) -> None:
-    """Remove the files that processes left when they were killed while they wrote."""
-    for left in folder.glob(pattern):
+def clear_abandoned(folder: Path, pattern: str) -> None:
+    """Remove the files that processes left when they were killed while they wrote.
+
+    Args:
+        folder: where they wrote.
+        pattern: of the files' names, without the ending that unfinished files have.
+    """
+    for left in folder.glob(f"{pattern}{_UNFINISHED}"):
         with suppress(OSError):  # another process may have removed it
             if time.time() - left.lstat().st_mtime > _ABANDONED:
                 left.unlink()

@@ -138,6 +138,26 @@ class EntryColumns:
         self._biased |= name == BIAS
         self[name].view(-1)[slots] = numbers.to(self[name].dtype)
 
+    def of_blocks(self, blocks: Int[Tensor, " blocks"]) -> dict[str, Float[Tensor, "layers blocks slots *rest"]]:
+        """Return the numbers of all slots of some blocks, by the name of the column."""
+        return {name: self._in_blocks(name)[:, blocks] for name in self._columns}
+
+    def write_blocks(
+        self, blocks: Int[Tensor, " blocks"], columns: Mapping[str, Float[Tensor, "layers blocks slots *rest"]]
+    ) -> None:
+        """Write the numbers of all slots of some blocks.
+
+        Args:
+            blocks: the blocks; distinct.
+            columns: the numbers by the name of the column, as `of_blocks` returns them.
+        """
+        for name, numbers in columns.items():
+            self._biased |= name == BIAS
+            self._in_blocks(name)[:, blocks] = numbers.to(blocks.device)
+
+    def _in_blocks(self, name: str) -> Float[Tensor, "layers all_blocks slots *rest"]:
+        return self[name].unflatten(1, (-1, self._kv_heads * self._block_size))
+
     def write_no_bias(self, slots: Int[Tensor, " n"]) -> None:
         """Clear the biases that earlier entries have left in some slots."""
         if self._biased:

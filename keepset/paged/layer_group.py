@@ -197,6 +197,12 @@ class LayerGroup:
                 self.observer.collect(layer_index, operation, of_layer, self.pages_of(layer_index))
 
     @property
+    def ended_shape(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The type and the shape of an ended turn's queries."""
+        most = max(reference.later for reference in self.planner.recording.references)
+        return self.ring.dtype, (len(self.layers), *self.ring.of_request(most))
+
+    @property
     def holds_int8(self) -> bool:
         """Whether pages hold keys and values as 8-bit integers, each with a scale of its own."""
         format = self.pages_of(0).format

@@ -145,6 +145,8 @@ class RaggedHeadTables(BlockTables):
         self._table = LayoutTable(group.layers, schedule.kv_heads, schedule.block_size, size)
         self._rows: PageLayout | None = None
         self._is_steady = False
+        # Of requests between turns: others that come to their pages file layouts of their own there.
+        self._between_turns: dict[int, PageLayout] = {}
 
     def begin(self, page: int, layout: PageLayout) -> None:
         """File the layout of one request under the page that holds its newest token.
@@ -287,7 +289,8 @@ class RaggedHeadTables(BlockTables):
         Raises:
             RuntimeError: the request is not known any more.
         """
-        layout = self._table.at(left[(tokens - 1) // self.schedule.block_size], tokens)
+        page = left[(tokens - 1) // self.schedule.block_size]
+        layout = self._between_turns[page] = self._table.at(page, tokens)
         return self._pages_from(layout, left, tokens, blocks, length)
 
     def _pages_from(
@@ -340,10 +343,21 @@ class RaggedHeadTables(BlockTables):
             page: the page that holds its newest token, under which its layout is filed.
             tokens: tokens of the request.
         """
-        filed = self._table.filed
-        filed.tokens[page] = tokens
+        self._table.filed.tokens[page] = tokens
         self._is_steady = False
-        return int(filed.layout.first[page].amin())
+        layout = self._between_turns[page] = self._table.at(page, tokens)
+        return int(layout.first.amin())
+
+    def between_turns(self, page: int) -> PageLayout:
+        """Return the layout of a conversation that waits for its next turn, as its only row.
+
+        Args:
+            page: the page that holds its newest token.
+
+        Raises:
+            KeyError: none has waited there.
+        """
+        return self._between_turns[page]
 
     def _entries(
         self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], longest: int

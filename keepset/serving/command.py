@@ -81,6 +81,7 @@ def command(
     served_name: str | None = None,
     contexts: Path | None = None,
     save_bytes: int = 0,
+    conversation_bytes: int = 0,
 ) -> list[str]:
     """Return the words that start a server.
 
@@ -89,19 +90,19 @@ def command(
         recipe: the recipe of every request; None for plain vLLM.
         options: further options of `vllm serve`. Without a host among them the server listens on 127.0.0.1.
         served_name: the name by which requests name the model, if the options do not give one; None for `model`.
-        contexts: the folder of saved contexts; None if there is none.
-        save_bytes: bytes that each owner's requests may save in that folder.
+        contexts: the folder of saved contexts, or of conversations that lose their pages; None if there is none.
+        save_bytes, conversation_bytes: limits of that folder; see `engine_args`.
 
     Raises:
         KeepsetError: options contradict one another, or there is no such folder.
     """
     additional, remaining = _additional(options)
     if save_bytes and contexts is None:
-        raise KeepsetError("--save-bytes is for contexts that requests save: name their folder with --contexts.")
+        raise KeepsetError("--save-bytes limits files that a server saves: name their folder with --contexts.")
     args: dict[str, Any] = {"additional_config": additional} if additional else {}
     with_keepset = recipe is not None or contexts is not None
     if with_keepset:
-        args = engine_args(recipe, contexts=contexts, save_bytes=save_bytes)
+        args = engine_args(recipe, contexts=contexts, save_bytes=save_bytes, conversation_bytes=conversation_bytes)
         args["additional_config"] = additional | args["additional_config"] | {SIGNED: True}
     if has_option(remaining, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")

@@ -30,7 +30,7 @@ from keepset.serving.exchange import sized as _sized
 from keepset.serving.usage import UsageEditor, count_context, tell_turn
 from keepset.vllm import stats
 from keepset.vllm.contexts import EVERYBODY, SUFFIX, ContextLibrary, check_save, owner_of
-from keepset.vllm.request_options import RequestOptions, has_key, parse_options
+from keepset.vllm.request_options import NO_CONTEXTS, RequestOptions, has_key, parse_options
 from keepset.vllm.settings import KEY, contexts_of, is_compressed, is_signed, recipe_of, save_limit_of
 
 MAX_BODY = 2**26
@@ -198,6 +198,9 @@ class _RequestHandler:
         config = scope["app"].state.vllm_config
         if options != RequestOptions() and not (is_signed(config) and has_key()):
             raise KeepsetError("This server cannot sign requests: start it with keepset serve.")
+        recipe = recipe_of(config) if is_compressed(config) else None
+        if {options.save, options.context} != {None} and recipe is not None and recipe.schedule.turns:
+            raise KeepsetError(NO_CONTEXTS)
         if options.save is not None:
             check_save(save_limit_of(config), options.save)
         if options.context is not None:
@@ -206,7 +209,7 @@ class _RequestHandler:
                 raise KeepsetError(f"There is no context {options.context!r}: start the server with --contexts.")
             library.checked(options.context, options.owner)
         if options.is_own:
-            options.recipe(recipe_of(config) if is_compressed(config) else None)
+            options.recipe(recipe)
 
     def _refusal(self, scope: Scope, ticket: str) -> str | None:
         """Return why the engine has refused the request of this ticket; None if it has not.

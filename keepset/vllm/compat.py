@@ -83,6 +83,7 @@ BORROWED: dict[str, tuple[str, ...]] = {
     _CONNECTOR + "has_connector_metadata": (),
     _CONNECTOR + "bind_connector_metadata": ("connector_metadata",),
     _CONNECTOR + "clear_connector_metadata": (),
+    _CONNECTOR + "handle_preemptions": ("kv_connector_metadata",),
     "vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing": (),
     "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase.get_kv_cache_spec": ("vllm_config",),
     "vllm.config.ModelConfig.rswa_window": (),

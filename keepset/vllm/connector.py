@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -47,6 +48,7 @@ from keepset.vllm.spec import KeepSpec
 
 logger = init_logger(__name__)
 
+Part = TypeVar("Part")
 
 PlanAndPages = tuple[RequestPlan, list[int]]
 """How a request is compressed, and its first page in each group of compressed layers."""
@@ -80,26 +82,33 @@ class EmptiedBlockCounts(KVConnectorWorkerMetadata):
         weights: if the scheduler has asked, by the number of its question and by process: a digest of weights that were
             changed since they were loaded; "" for others.
         lost: requests whose context a process could not load, and whose tokens can be computed instead.
-        turns: requests that can go on with a conversation, and how many leading blocks of each group of layers are
-            empty then; no numbers if the conversation is lost.
+        turns: requests that can go on with a conversation, and for each process that tells how many leading blocks of
+            each group of layers are empty then; no numbers if the conversation is lost.
+        written: files of conversations, and for each process that tells their bytes; negative if it could not write.
     """
 
     blocks: dict[RequestKey, int] = field(default_factory=dict)
     weights: dict[tuple[int, int], str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
-    turns: dict[str, list[int]] = field(default_factory=dict)
+    turns: dict[str, list[list[int]]] = field(default_factory=dict)
+    written: dict[str, list[int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> EmptiedBlockCounts:
         assert isinstance(other, EmptiedBlockCounts)
         blocks, other_blocks = self.blocks, other.blocks
         shared = {key: min(blocks[key], other_blocks[key]) for key in blocks.keys() & other_blocks.keys()}
-        turns = {name: list(map(min, emptied, other.turns.get(name, emptied))) for name, emptied in self.turns.items()}
         return EmptiedBlockCounts(
             blocks | other_blocks | shared,
             self.weights | other.weights,
             self.lost | other.lost,
-            other.turns | turns,
+            _of_both(self.turns, other.turns),
+            _of_both(self.written, other.written),
         )
+
+
+def _of_both(told: Mapping[str, list[Part]], others: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
+    """Return what two groups of processes have told, by name."""
+    return {name: [*told.get(name, []), *others.get(name, [])] for name in (*told, *others)}
 
 
 @dataclass

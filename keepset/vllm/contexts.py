@@ -29,7 +29,7 @@ from keepset.recording import RecordedFeatures
 from keepset.vllm.settings import is_compressed, recipe_of
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,25 @@ EVERYBODY = "everybody"
 def owner_of(key: str) -> str:
     """Return the owner of an API key. It cannot be computed without the key."""
     return hashlib.sha256(f"keepset owner {key}".encode()).hexdigest()[:32]
+
+
+def fingerprint_of(model: ModelConfig) -> dict[str, str]:
+    """Return the fingerprint of a model as vLLM loads it; without that of its weights if they are not in a folder.
+
+    Args:
+        model: vLLM's configuration of it.
+    """
+    dtype = cast(torch.dtype, model.dtype)
+    weights = stored_weights(Path(model.model), model.hf_text_config, dtype) if Path(model.model).is_dir() else None
+    if weights is None:
+        logger.warning(
+            "The weights of %s are not stored as files: what is saved is not checked against them.", model.model
+        )
+    digests = {} if weights is None else {"weights": weights}
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    if quantization is None and model.quantization is not None:  # by vLLM, when it loads them
+        quantization = {"quant_method": model.quantization}
+    return {**make(model.architecture, model.hf_text_config, dtype, quantization), **digests}
 
 
 class OwnedContexts:
@@ -442,17 +461,7 @@ class ContextLibrary:
     @cached_property
     def _loaded(self) -> dict[str, str]:
         """The fingerprint of the model as it was loaded."""
-        model, dtype = self._model, cast(torch.dtype, self._model.dtype)
-        weights = stored_weights(Path(model.model), model.hf_text_config, dtype) if Path(model.model).is_dir() else None
-        if weights is None:
-            logger.warning(
-                "The weights of %s are not stored as files: contexts are not checked against them.", model.model
-            )
-        digests = {} if weights is None else {"weights": weights}
-        quantization = getattr(model.hf_config, "quantization_config", None)
-        if quantization is None and model.quantization is not None:  # by vLLM, when it loads them
-            quantization = {"quant_method": model.quantization}
-        return {**make(model.architecture, model.hf_text_config, dtype, quantization), **digests}
+        return fingerprint_of(self._model)
 
     def objection(self, name: str, contents: context_files.Contents) -> str:
         """Return why a context is not of the model as it is now; "" if it is.

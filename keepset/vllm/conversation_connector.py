@@ -3,19 +3,24 @@
 vLLM is told that a connector has the cache of the prompt's beginning. The scheduler gives the request the pages of the
 conversation in place of new ones, so nothing is loaded. The layers must know of it before its first step is planned:
 they are told a step earlier, drop what does not stay, and report which pages are empty. Only then the request begins.
+
+A conversation whose pages are given away is written to a file, if there is a folder: the workers copy its pages before
+the step in which they are written to. A turn that goes on with it waits until all processes have read it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.logger import init_logger
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,23 +28,30 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from keepset.contexts.fingerprint import CHANGED
 from keepset.core.roles import user_mark
 from keepset.errors import KeepsetError
 from keepset.paged.eviction import RequestPlan
-from keepset.paged.layer_group import LayerGroup
 from keepset.paged.turns import EndedTurn, NextTurn, begin_turn, choose_what_stays, forget_turns
 from keepset.recording import RecordedFeatures
 from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, EmptiedBlockCounts, StepMessage, hash_again
 from keepset.vllm.contexts import EVERYBODY
-from keepset.vllm.conversations import ComingTurn, Conversation, Conversations, existing
-from keepset.vllm.engine_context import active
+from keepset.vllm.conversation import ComingTurn, Conversation, metadata_of
+from keepset.vllm.conversations import Conversations
+from keepset.vllm.engine_context import EngineContext, active
 from keepset.vllm.manager import KeepManager
+from keepset.vllm.page_files import PageFiles, ProcessPages
 from keepset.vllm.questions import question_of
-from keepset.vllm.request_options import RequestOptions
+from keepset.vllm.request_options import NO_CONTEXTS, RequestOptions
+from keepset.vllm.settings import spills_of
+from keepset.vllm.spilled import FilePages, Spill, SpilledBytes, folder_of, identity_of, in_order, remove, stored_files
 from keepset.vllm.window_pages import CopiedPages, WindowPages, copy_pages
 
 logger = init_logger(__name__)
+
+_PATIENCE = 0.01
+"""Seconds for which a step without tokens waits for files, so that the engine's idle loop leaves time for reading."""
 
 
 @dataclass
@@ -51,12 +63,28 @@ class TurnMessage(StepMessage):
         coming: turns that begin with a later step.
         abandoned: turns that had ended earlier, with which none goes on.
         windows: pages of layers with windows that are copied before this step.
+        spills: conversations that are written to files before this step.
+        reading: by request, the pages that are read from a file before its turn begins.
+        deleted: files that are deleted.
+        is_early: whether this step is not planned yet when the workers get the message.
     """
 
     left: list[EndedTurn] = field(default_factory=list)
     coming: list[NextTurn] = field(default_factory=list)
     abandoned: list[EndedTurn] = field(default_factory=list)
     windows: list[CopiedPages] = field(default_factory=list)
+    spills: list[Spill] = field(default_factory=list)
+    reading: dict[str, FilePages] = field(default_factory=dict)
+    deleted: list[str] = field(default_factory=list)
+    is_early: bool = True
+
+
+class Read(NamedTuple):
+    """A turn whose conversation is being read from a file, with its pages and what the file holds."""
+
+    coming: NextTurn
+    pages: FilePages
+    tensors: Future[dict[str, torch.Tensor]]
 
 
 class Turn(NamedTuple):
@@ -78,16 +106,29 @@ class ConversationConnector(BlockCountConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._begun: dict[str, list[int]] = {}  # in a process that computes, until it tells the scheduler
+        self._begun: dict[str, list[list[int]]] = {}  # in a process that computes, until it tells the scheduler
         # Requests that may be turns, and the names of their conversations; of these, the ones that go on with one.
         self._talking: dict[str, str | None] = {}
         self._owners: dict[str, str] = {}  # of what requests leave when they end; without one they leave nothing
+        self._salts: dict[str, str | None] = {}  # that their clients give
         self._turns: dict[str, Turn] = {}
         self._coming: dict[str, ComingTurn] = {}
         self._left: list[tuple[Conversation, EndedTurn]] = []
         self._to_begin: list[NextTurn] = []
+        self._to_read: dict[str, FilePages] = {}
         self._windows: list[CopiedPages] = []
         self._caches: dict[str, torch.Tensor] = {}  # in a process that computes
+        self._spills = spills_of(vllm_config)
+        self._files: PageFiles | None = None
+        self._identity: dict[str, Any] = {}
+        self._reading: list[Read] = []  # in a process that computes
+        # Of several processes: what some have told of a turn or a file, until all have.
+        self._told: defaultdict[str, list[Any]] = defaultdict(list)
+        self._are_filed = self._spills is None
+        if self._spills is not None and role == KVConnectorRole.WORKER:
+            self._files = PageFiles(folder_of(self._spills), vllm_config.parallel_config.rank)
+        elif self._spills is not None:
+            self._identity = identity_of(vllm_config, kv_cache_config)
         self._user_mark: list[int] = []
         if role == KVConnectorRole.SCHEDULER and self._recipe is not None and self._recipe.budget.protects_system:
             self._user_mark = user_mark(tokenizer_of(vllm_config))
@@ -97,38 +138,97 @@ class ConversationConnector(BlockCountConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._caches = kv_caches
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copy the pages of conversations that this step writes to."""
+        metadata = kv_connector_metadata
+        assert isinstance(metadata, TurnMessage)
+        if not metadata.spills or self._files is None:
+            return
+        context = active()
+        assert context is not None
+        if metadata.is_early:
+            context.events.run()
+        groups, pages = self._groups(context), self._pages_of(context)
+        for spill in metadata.spills:
+            if spill.chooses:
+                choose_what_stays(list(groups.values()), spill.pages.ended.of_groups(list(groups)))
+            try:
+                self._files.write(spill.pages.file, pages.read(spill.pages), spill.metadata)
+            except KeyError:
+                self._files.fail(spill.pages.file)
+
+    def _pages_of(self, context: EngineContext) -> ProcessPages:
+        return ProcessPages(self._groups(context), self._kv_cache_config, self._caches)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata, context = self._message, active()
         assert isinstance(metadata, TurnMessage) and context is not None
+        is_idle = forward_context.attn_metadata is None
         if metadata.windows:  # of turns that begin with this step, before which vLLM then calls
             copy_pages(metadata.windows, self._kv_cache_config, self._caches)
         if metadata.abandoned:
             forget_turns(self._groups(context), metadata.abandoned)
-        if metadata.left or metadata.coming:
-            if forward_context.attn_metadata is None:  # else events of earlier steps are over
+        if metadata.reading or metadata.deleted:
+            self._use_files(metadata)
+        if self._reading and is_idle:
+            wait([read.tensors for read in self._reading], _PATIENCE)
+        if metadata.left or metadata.coming or self._reading:
+            if is_idle:  # else events of earlier steps are over
                 context.events.run()
-            self._turn(self._groups(context), metadata)
+            self._turn(context, metadata)
         super().start_load_kv(forward_context, **kwargs)
 
-    def _turn(self, groups: Mapping[int, LayerGroup], metadata: TurnMessage) -> None:
+    def _use_files(self, metadata: TurnMessage) -> None:
+        """Begin to read files and to delete others, in this order."""
+        assert self._files is not None
+        for coming in metadata.coming:
+            if (pages := metadata.reading.get(coming.name)) is not None:
+                self._reading.append(Read(coming, pages, self._files.read(pages.file)))
+        for file in metadata.deleted:
+            self._files.delete(file)
+
+    def _turn(self, context: EngineContext, metadata: TurnMessage) -> None:
         """Choose what stays of turns that have ended, and make coming ones go on with what ended ones have left.
 
         Args:
-            groups: the groups of layers, by their numbers in vLLM.
+            context: has the groups of layers.
             metadata: the step's message, with turns that have ended and turns that begin.
         """
+        groups = self._groups(context)
         here = list(groups.values())
         for left in metadata.left:
             choose_what_stays(here, left.of_groups(list(groups)))
-        for coming in metadata.coming:
+        in_pages = [coming for coming in metadata.coming if coming.name not in metadata.reading]
+        for coming in [*self._arrived(context), *in_pages]:
             try:
                 emptied = dict(zip(groups, begin_turn(here, coming.of_groups(list(groups))), strict=True))
                 self._begun[coming.name] = [
-                    emptied.get(number, len(blocks)) for number, blocks in enumerate(coming.blocks)
+                    [emptied.get(number, len(blocks)) for number, blocks in enumerate(coming.blocks)]
                 ]
             except RuntimeError as error:
-                logger.error("Request %s is computed without its conversation: %s", coming.name, error)
-                self._begun[coming.name] = []
+                self._give_up(coming, error)
+
+    def _arrived(self, context: EngineContext) -> Iterator[NextTurn]:
+        """Yield turns whose conversations were read, once these are in the pages."""
+        done = [read for read in self._reading if read.tensors.done()]
+        self._reading = [read for read in self._reading if not read.tensors.done()]
+        for coming, pages, tensors in done:
+            try:
+                self._pages_of(context).write(pages, tensors.result())
+            except KeepsetError as error:
+                self._give_up(coming, error)
+            else:
+                yield coming
+
+    def _give_up(self, coming: NextTurn, why: Exception) -> None:
+        """Tell the scheduler that a turn cannot go on with its conversation.
+
+        Args:
+            coming: the turn.
+            why: the reason.
+        """
+        logger.error("Request %s is computed without its conversation: %s", coming.name, why)
+        self._begun[coming.name] = [[]]
 
     def build_connector_worker_meta(self) -> EmptiedBlockCounts | None:
         """Return what the scheduler must know after a step."""
@@ -136,7 +236,16 @@ class ConversationConnector(BlockCountConnector):
         if self._begun:
             report = report or EmptiedBlockCounts()
             report.turns, self._begun = self._begun, {}
+        if self._files is not None and (written := self._files.written()):
+            report = report or EmptiedBlockCounts()
+            report.written = written
         return report
+
+    def shutdown(self) -> None:
+        """Wait until all files are written."""
+        if self._files is not None:
+            self._files.close()
+        super().shutdown()
 
     # --- in the process that schedules
 
@@ -149,7 +258,7 @@ class ConversationConnector(BlockCountConnector):
         managers = self._kv_cache_manager.coordinator.single_type_managers
         others = {number: manager for number, manager in enumerate(managers) if not isinstance(manager, KeepManager)}
         looks_at = RecordedFeatures.of(recipe.method.traits.needs, None, turns=True)
-        return Conversations(
+        conversations = Conversations(
             self._kv_cache_manager.block_pool,
             self._managers[0].block_size,
             self._vllm_config.model_config.max_model_len,
@@ -157,12 +266,20 @@ class ConversationConnector(BlockCountConnector):
             WindowPages(others),
             every=recipe.schedule.every,
             user_mark=self._user_mark,
+            files=None if self._spills is None else SpilledBytes(self._spills),
         )
+        if self._spills is not None:
+            stored = stored_files(folder_of(self._spills), self._identity)
+            conversations.find_files(stored, len(self._managers))
+        return conversations
 
     def on_new_request(self, request: Request) -> None:
         """Note the options of a request, or answer the question that the front end has sent in its place."""
-        super().on_new_request(request)
         question = question_of(request.kv_transfer_params)
+        if not self._are_filed and question is None:
+            self._conversations.file_alike(request, self._salt_of)
+            self._are_filed = True
+        super().on_new_request(request)
         if question is not None and question.delete is not None:
             stats.answer(question.ticket, self._delete(question.owner, question.delete))
         elif question is not None:
@@ -176,11 +293,26 @@ class ConversationConnector(BlockCountConnector):
             "object": "conversation",
             "tokens": len(conversation.ids) - conversation.hidden,
             "held": self._held(conversation),
+            "place": "memory" if conversation.file is None else "disk",
+            "bytes": self._bytes(conversation),
         }
 
     def _held(self, conversation: Conversation) -> int:
         """Return for how many entries per KV head a conversation's pages have room."""
-        return len(existing(conversation.blocks)) * self._managers[0].block_size // len(conversation.blocks)
+        groups = len(self._managers)
+        held = sum(total - empty for empty, total in conversation.spans[:groups])
+        return held * self._managers[0].block_size // groups
+
+    def _bytes(self, conversation: Conversation) -> int:
+        """Return the bytes of a conversation's files, or of its pages if it has none yet."""
+        files = self._conversations.files
+        if files is not None and conversation.file is not None and (written := files.of(conversation.file)):
+            return written
+        groups = in_order(self._kv_cache_config.kv_cache_groups)
+        page_bytes = [group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups]
+        held = [total - empty for empty, total in conversation.spans]
+        processes = self._vllm_config.parallel_config.tensor_parallel_size
+        return processes * sum(number * size for number, size in zip(held, page_bytes, strict=True))
 
     def _delete(self, owner: str, name: str | None) -> bool:
         """Delete a conversation, and what its running turns would leave; return whether there was any.
@@ -194,6 +326,8 @@ class ConversationConnector(BlockCountConnector):
         coming = [one.conversation for one in self._coming.values()]
         known = [one for one in [*self._conversations.all(), *coming] if (one.owner, one.name) == (owner, name)]
         for conversation in known:
+            if self._spills is not None and conversation.file is not None:  # the workers may do nothing for long
+                remove(folder_of(self._spills), conversation.file)
             self._conversations.delete(conversation)
         waiting = [one for one, whose in self._owners.items() if (whose, self._talking[one]) == (owner, name)]
         for request in waiting:
@@ -203,9 +337,23 @@ class ConversationConnector(BlockCountConnector):
     def reset_cache(self) -> bool:
         """Forget conversations, because weights may have changed."""
         self._conversations.clear()
+        self._are_filed = True
+        # What is written from now on is of no use to an engine that loads the weights from their files.
+        self._identity = self._identity | {CHANGED: "perhaps"}
         return True
 
+    def _salt_of(self, owner: str, salt: str | None) -> str | None:
+        """Return the salt of hashes of an owner's conversations.
+
+        Args:
+            owner: the owner.
+            salt: the salt that the client gives.
+        """
+        return salt if owner == EVERYBODY else f"keepset {self._salt} {json.dumps([owner, salt])}"
+
     def _grant(self, request: Request, options: RequestOptions) -> None:
+        if options.context is not None or options.save is not None:
+            raise KeepsetError(NO_CONTEXTS)
         super()._grant(request, options)
         name, talks = options.conversation or request.session_id, not self._known[request.request_id].has_own
         talks &= not (request.prompt_embeds is not None or request.mm_features or request.skip_reading_prefix_cache)
@@ -220,9 +368,9 @@ class ConversationConnector(BlockCountConnector):
         if talks:
             self._owners[request.request_id] = options.owner
             self._talking[request.request_id] = name
+            self._salts[request.request_id] = request.cache_salt
             if options.owner != EVERYBODY:
-                salt = json.dumps([options.owner, request.cache_salt])
-                hash_again(request, f"keepset {self._salt} {salt}")
+                hash_again(request, self._salt_of(options.owner, request.cache_salt))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         name = request.request_id
@@ -260,6 +408,8 @@ class ConversationConnector(BlockCountConnector):
             self._left = [left for left in self._left if left[0] is not coming.conversation]
         self._coming[name] = coming
         self._to_begin.append(coming.message)
+        if coming.read is not None:
+            self._to_read[name] = coming.read
         return True
 
     def _leave(self, name: str) -> None:
@@ -325,37 +475,76 @@ class ConversationConnector(BlockCountConnector):
             self._conversations.give_back(self._coming.pop(name))
             self._leave(name)
             message.ended.add(name)
+        if self._spills is not None:
+            self._spill(message, scheduler_output)
         message.left = [turn for conversation, turn in self._left if not conversation.is_lost]
         message.coming, self._left, self._to_begin = self._to_begin, [], []
         message.abandoned, self._conversations.abandoned = self._conversations.abandoned, []
         message.windows, self._windows = self._windows, []
         return message
 
+    def _spill(self, message: TurnMessage, scheduler_output: SchedulerOutput) -> None:
+        """Tell the workers which files are written, read and deleted.
+
+        Args:
+            message: the step's message, which is changed.
+            scheduler_output: the step.
+        """
+        conversations, config = self._conversations, self._vllm_config
+        # Runner V2 has planned a step when it hands the message over. Queries of a turn that has just ended are lost.
+        message.is_early = not (config.use_v2_model_runner and scheduler_output.total_num_scheduled_tokens)
+        just_left = [conversation for conversation, _ in self._left]
+        for conversation, pages in conversations.to_spill:
+            chooses = conversation in just_left
+            if chooses and not message.is_early:
+                conversations.lose(conversation)
+            elif not conversation.is_lost:
+                metadata = {"identity": self._identity, **metadata_of(conversation)}
+                message.spills.append(Spill(pages, chooses, metadata))
+        spilled = [conversation for conversation, _ in conversations.to_spill]
+        self._left = [left for left in self._left if left[0] not in spilled]
+        message.reading, self._to_read = self._to_read, {}
+        message.deleted, conversations.to_delete, conversations.to_spill = conversations.to_delete, [], []
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, EmptiedBlockCounts):
-            self._arrive(report.turns)
+            for file, sizes in self._of_all(report.written):
+                self._conversations.written(file, sizes)
+            for name, by_process in self._of_all(report.turns):
+                self._arrive(name, [min(emptied) for emptied in zip(*by_process, strict=False)])
         super().update_connector_output(connector_output)
 
-    def _arrive(self, turns: Mapping[str, Sequence[int]]) -> None:
-        """Take in which turns can begin."""
-        for name, emptied in turns.items():
-            coming = self._coming[name]
-            self._conversations.arrive(coming, emptied)
-            if not coming.is_ready:
-                del self._coming[name]
-                if coming.is_copy and name in self._known:
-                    self._known[name].request.skip_reading_prefix_cache = True  # it is not tried again
-            elif coming.is_given_up:
-                self._conversations.give_back(self._coming.pop(name))
-            else:
-                known_request = self._known[name]
-                self._turns[name] = Turn(coming.conversation, known_request.request.prompt_token_ids)
-                known_request.plan, known_request.has_own = coming.message.plan, True
-                if coming.conversation.left_out:
-                    self._say(known_request.request, coming.ids)
-                for manager, blocks in zip(self._managers, coming.conversation.blocks, strict=True):
-                    manager.adopt(name, blocks, coming.message.plan)
+    def _of_all(self, told: Mapping[str, list[Any]]) -> Iterator[tuple[str, list[Any]]]:
+        """Yield what all processes have told, in this step or before, by name."""
+        for name, by_process in told.items():
+            self._told[name] += by_process
+            if len(self._told[name]) >= self._vllm_config.parallel_config.world_size:
+                yield name, self._told.pop(name)
+
+    def _arrive(self, name: str, emptied: Sequence[int]) -> None:
+        """Take in that a turn can begin.
+
+        Args:
+            name: its request.
+            emptied: how many leading blocks of each group are empty; none if a process has lost the conversation.
+        """
+        coming = self._coming[name]
+        self._conversations.arrive(coming, emptied)
+        if not coming.is_ready:
+            del self._coming[name]
+            if coming.is_copy and name in self._known:
+                self._known[name].request.skip_reading_prefix_cache = True  # it is not tried again
+        elif coming.is_given_up:
+            self._conversations.give_back(self._coming.pop(name))
+        else:
+            known_request = self._known[name]
+            self._turns[name] = Turn(coming.conversation, known_request.request.prompt_token_ids)
+            known_request.plan, known_request.has_own = coming.message.plan, True
+            if coming.conversation.left_out:
+                self._say(known_request.request, coming.ids)
+            for manager, blocks in zip(self._managers, coming.conversation.blocks, strict=True):
+                manager.adopt(name, blocks, coming.message.plan)
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Leave a request's pages to the next turn of its conversation, and forget it."""
@@ -374,7 +563,9 @@ class ConversationConnector(BlockCountConnector):
             blocks = [manager.req_to_blocks[name] for manager in self._managers]
             begun = self._turns[name].begun if name in self._turns else None
             conversation = self._conversations.leave(request, self._talking[name], tokens, blocks, begun)
-            conversation.owner = self._owners[name]
+            conversation.owner, conversation.salt = self._owners[name], self._salts[name]
+            if request.lora_request is not None:
+                conversation.adapter = request.lora_request.lora_name, request.lora_request.lora_path
             self._left.append((conversation, conversation.ended))
             for manager, of_group in zip(self._managers, conversation.blocks, strict=True):
                 stays = [block for block in of_group if not block.is_null]
@@ -384,6 +575,7 @@ class ConversationConnector(BlockCountConnector):
         self._turns.pop(name, None)
         self._talking.pop(name, None)
         self._owners.pop(name, None)
+        self._salts.pop(name, None)
         return super().request_finished_all_groups(request, block_ids)
 
 

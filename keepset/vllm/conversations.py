@@ -6,129 +6,41 @@ request wait. The hashes of a request's blocks say which conversation its prompt
 else vLLM distinguishes prompts by, such as an adapter or a salt.
 
 A turn goes on in the conversation's own pages. If another turn goes on in them already, it gets a copy.
+
+If there is a folder for it, a conversation is written to a file when the first of its pages is given away, and read
+into other pages when a turn goes on with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
 
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from keepset.core.budget import Ranges, joined
-from keepset.core.edits import Continuation, Span, continuation_of, positions_without
+from keepset.core.budget import joined
+from keepset.core.edits import Continuation, continuation_of, positions_without
 from keepset.core.roles import system_span
 from keepset.paged.eviction import RequestPlan
 from keepset.paged.turns import PLAIN, EndedTurn, NextTurn
 from keepset.vllm import stats
 from keepset.vllm.beginnings import Beginnings
-from keepset.vllm.contexts import EVERYBODY
+from keepset.vllm.conversation import ComingTurn, Conversation, conversation_of, existing, hashes_of
+from keepset.vllm.spilled import FilePages, SpilledBytes, StoredFile
 from keepset.vllm.window_pages import CopiedPages, WindowPages
+
+logger = init_logger(__name__)
 
 _CHANGED = 32
 """By how many of its last tokens the prompt of a turn may differ when the turn is asked for again: templates end it
 otherwise than they continue it."""
-
-
-@dataclass(eq=False)
-class Conversation:
-    """What the newest turn of a conversation has left, or what a turn has begun with that runs.
-
-    Attributes:
-        ids: the token at each position.
-        left_out: spans of positions that the client has left out since, apart and in order; they have no entries.
-        prompt: how many tokens of what was said were the newest turn's prompt.
-        blocks: its blocks by logical position, for each group of compressed layers.
-        hashes: the hashes of what was said, for each of its full blocks.
-        name: the name that its client gives it; None without one.
-        is_plain: whether nothing was packed: every block holds all its tokens, in their order.
-        compact: whether it was chosen which entries stay when the next turn begins.
-        turn: the request that goes on in its pages; None if there is none.
-        is_arriving: whether the layers are making its pages that request's.
-        is_lost: whether some of its blocks were given away.
-        windows: its blocks by logical position, for each group of layers with windows.
-        system: where all before the first user's message is, if the recipe protects it.
-        owner: whose it is.
-        is_deleted: whether its owner has deleted it.
-    """
-
-    ids: list[int]
-    left_out: list[Span]
-    prompt: int
-    blocks: list[list[KVCacheBlock]]
-    hashes: list[BlockHash]
-    name: str | None
-    is_plain: bool
-    compact: bool = True
-    turn: Request | None = None
-    is_arriving: bool = False
-    is_lost: bool = False
-    windows: list[list[KVCacheBlock]] = field(default_factory=list)
-    system: Ranges = ()
-    owner: str = EVERYBODY
-    is_deleted: bool = False
-
-    @property
-    def positions(self) -> list[int]:
-        """The positions of the tokens that were said, without those that the client has left out."""
-        return positions_without(self.left_out, len(self.ids))
-
-    @property
-    def real_blocks(self) -> list[KVCacheBlock]:
-        """The blocks that hold something, the newest first."""
-        return existing([*self.blocks, *self.windows])
-
-    @property
-    def block_ids(self) -> list[list[int]]:
-        """The ids of its blocks, for each group of compressed layers."""
-        return [[block.block_id for block in of_group] for of_group in self.blocks]
-
-    @property
-    def hidden(self) -> int:
-        """How many of its tokens the client has left out."""
-        return sum(end - first for first, end in self.left_out)
-
-    @property
-    def ended(self) -> EndedTurn:
-        """What the layers must know of it."""
-        hidden = self.hidden
-        return EndedTurn(self.block_ids, len(self.ids), self.prompt + hidden, len(self.ids) - hidden, self.system)
-
-
-@dataclass
-class ComingTurn:
-    """A turn that will go on with a conversation.
-
-    Attributes:
-        conversation: the conversation, in the pages that the turn will have.
-        message: what the layers are told.
-        ids: the tokens of its prompt by position: those of the conversation, and the new ones.
-        hashes: the hashes of what it has of the conversation.
-        surplus: blocks that the turn does not need, once the layers have read them.
-        copied: blocks of others that the layers copy.
-        begins: whether it is the first turn of a conversation that begins like another.
-        is_ready: whether the layers have made the conversation's pages the turn's.
-        is_given_up: whether its request has ended meanwhile.
-        is_waiting: whether it could have begun in the step that is scheduled.
-    """
-
-    conversation: Conversation
-    message: NextTurn
-    ids: list[int]
-    hashes: list[BlockHash]
-    surplus: list[KVCacheBlock] = field(default_factory=list)
-    copied: list[KVCacheBlock] = field(default_factory=list)
-    begins: bool = False
-    is_ready: bool = False
-    is_given_up: bool = False
-    is_waiting: bool = False
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it has pages of its own, and the conversation that it goes on with stays as it is."""
-        return bool(self.copied)
 
 
 @dataclass
@@ -143,8 +55,11 @@ class Conversations:
         windows: the pages of layers with windows.
         every: tokens of an answer from event to event; None without such events.
         user_mark: the tokens before a user's message, if what comes before the first one is protected.
+        files: the bytes of conversations' files; None if conversations that lose their pages are lost.
 
     Attributes:
+        to_spill: conversations that are written to files before the step that is scheduled, with their pages.
+        to_delete: files that are deleted with that step.
         abandoned: what ended turns have left that no turn will go on with, until the layers are told.
     """
 
@@ -156,6 +71,10 @@ class Conversations:
     every: int | None
     user_mark: Sequence[int] = ()
     abandoned: list[EndedTurn] = field(default_factory=list)
+    files: SpilledBytes | None = None
+    to_spill: list[tuple[Conversation, FilePages]] = field(default_factory=list)
+    to_delete: list[str] = field(default_factory=list)
+    _in_files: dict[str, Conversation] = field(default_factory=dict)
     _by_hash: dict[tuple[str | None, BlockHash], Conversation] = field(default_factory=dict)
     _idle: dict[int, Conversation] = field(default_factory=dict)
 
@@ -213,8 +132,104 @@ class Conversations:
             block: the block.
         """
         self._beginnings.forget([block])
-        if (conversation := self._idle.get(block.block_id)) is not None:
-            self._lose(conversation)
+        if (conversation := self._idle.get(block.block_id)) is None:
+            return
+        # A pool that is reset calls, too. Then the block is still among the free ones, and weights may have changed.
+        if self.files is not None and block.next_free_block is None and self._is_filed(conversation):
+            self._spill(conversation)
+        else:
+            self.lose(conversation)
+
+    def _is_filed(self, conversation: Conversation) -> bool:
+        """Return whether a request may still find a conversation: not if all its hashes are those of a newer one."""
+        keys = ((conversation.name, block_hash) for block_hash in reversed(conversation.hashes))
+        return any(self._by_hash.get(key) is conversation for key in keys)
+
+    def _spill(self, conversation: Conversation) -> None:
+        """Have a conversation written to a file, whose pages nothing has written to before the next step."""
+        assert conversation.turn is None
+        file, spans = uuid4().hex, conversation.spans
+        blocks = [[block.block_id for block in of_group if not block.is_null] for of_group in conversation.by_group]
+        self.to_spill.append((conversation, FilePages(file, conversation.ended, blocks)))
+        for block in conversation.real_blocks:
+            self._idle.pop(block.block_id, None)
+        self._in_files[file] = conversation
+        conversation.file, conversation.stored, conversation.blocks, conversation.windows = file, spans, [], []
+
+    def written(self, file: str, sizes: Sequence[int]) -> None:
+        """Take in that a conversation's files are written, and delete those that are too many.
+
+        Args:
+            file: their name.
+            sizes: the bytes of each; a negative number if it could not be written.
+        """
+        if self.files is None or (conversation := self._in_files.get(file)) is None:
+            return
+        if min(sizes) < 0:
+            self.lose(conversation)
+            return
+        stats.count(conversations_spilled=1)
+        self.files.add(file, conversation.owner, sum(sizes))
+        self._evict()
+
+    def _evict(self) -> None:
+        assert self.files is not None
+        for file in self.files.too_many():
+            conversation = self._in_files[file]
+            if conversation.turn is None:
+                conversation.is_lost = True
+                self.forget(conversation)
+                stats.count(conversations_evicted=1)
+            self.delete_file(conversation)
+
+    def delete_file(self, conversation: Conversation) -> None:
+        """Delete a conversation's file, if it has one; what is being read of it is still read."""
+        if conversation.file is not None and self.files is not None:
+            self.to_delete.append(conversation.file)
+            self.files.remove(conversation.file)
+            del self._in_files[conversation.file]
+            conversation.file = None
+
+    def find_files(self, stored: Iterable[StoredFile], groups: int) -> None:
+        """Take in conversations that an earlier engine has written to files, which requests find once they are hashed.
+
+        Args:
+            stored: the files, the least recently used first.
+            groups: how many groups of layers are compressed.
+        """
+        assert self.files is not None
+        for file, metadata, nbytes in stored:
+            try:
+                conversation = conversation_of(metadata)
+                width, spans = -(-len(conversation.ids) // self.block_size), conversation.stored
+                if len(spans) != groups + len(self.windows.managers) or {end for _, end in spans[:groups]} != {width}:
+                    raise ValueError("its pages are not those of its tokens")
+            except (LookupError, TypeError, ValueError) as error:
+                logger.warning("The conversation in %s is computed anew: %s", file, error)
+                continue
+            conversation.file = file
+            self._in_files[file] = conversation
+            self.files.add(file, conversation.owner, nbytes)
+        self._evict()
+
+    def file_alike(self, request: Request, salt_of: Callable[[str, str | None], str | None]) -> None:
+        """File all conversations that are in files, by hashes as the engine makes them.
+
+        Args:
+            request: any request, which is left as it was.
+            salt_of: returns the salt of hashes for an owner and a client's salt.
+        """
+        for conversation in list(self._in_files.values()):
+            alike = copy(request)
+            alike.cache_salt = salt_of(conversation.owner, conversation.salt)
+            alike.mm_features, alike.prompt_embeds = [], None
+            adapter: Any = conversation.adapter and SimpleNamespace(
+                lora_name=conversation.adapter[0], lora_path=conversation.adapter[1]
+            )
+            alike.lora_request = adapter
+            said = [conversation.ids[position] for position in conversation.positions]
+            conversation.hashes = hashes_of(alike, said)[: len(said) // self._hashed]
+            self._file(conversation)
 
     def find(self, request: Request, name: str | None) -> tuple[Conversation, Continuation] | None:
         """Return the conversation that a request goes on with, and how; None if there is none.
@@ -286,14 +301,23 @@ class Conversations:
         answered = len(found.ids) - found.prompt - found.hidden
         if not how.is_over and self.every is not None and answered >= self.every:
             return None  # its answer has dropped entries that it had
-        if self.windows.managers and (how.left_out or not self.windows.seen(found.windows, how.tokens)):
+        compressed = len(found.spans) - len(self.windows.managers)
+        if self.windows.managers and (how.left_out or not self.windows.seen(found.spans[compressed:], how.tokens)):
             return None  # layers with windows hold the newest tokens only, those that are left out among them
         idle = [block for block in found.real_blocks if block.ref_cnt == 0]
-        more = 0 if how.is_whole else len(found.blocks)
+        more = 0 if how.is_whole else compressed
+        read = None
+        if found.file is not None:  # the turn's new tokens shall have room, too, or reading is in vain
+            more += sum(total - empty for empty, total in found.spans)
+            more += compressed * -(-(len(ids) + 1 - how.tokens) // self.block_size)
         if len(idle) + more > self.pool.get_num_free_blocks():
             return None
-        self._begin(found, request)
-        self.pool.touch(found.real_blocks)
+        if found.file is None:
+            self._begin(found, request)
+            self.pool.touch(found.real_blocks)
+        else:
+            read = self._read_back(found, compressed)
+            self._begin(found, request)
         ended = found.ended
         message = NextTurn(
             request.request_id,
@@ -311,7 +335,23 @@ class Conversations:
             width = -(-how.tokens // self.block_size)
             found.blocks = [self._moved(blocks, width, surplus) for blocks in found.blocks]
             message = replace(message, blocks=found.block_ids)
-        return ComingTurn(found, message, ids, hashes, surplus)
+        return ComingTurn(found, message, ids, hashes, surplus, read=read)
+
+    def _read_back(self, conversation: Conversation, compressed: int) -> FilePages:
+        """Give a conversation blocks, and return what is read into them.
+
+        Args:
+            conversation: a conversation in a file.
+            compressed: how many groups of layers are compressed.
+        """
+        assert conversation.file is not None
+        blocks = [
+            [*[self.pool.null_block] * empty, *self.pool.get_new_blocks(total - empty)]
+            for empty, total in conversation.spans
+        ]
+        conversation.blocks, conversation.windows = blocks[:compressed], blocks[compressed:]
+        ids = [[block.block_id for block in of_group if not block.is_null] for of_group in blocks]
+        return FilePages(conversation.file, conversation.ended, ids)
 
     def begin_windows(self, conversation: Conversation) -> list[CopiedPages]:
         """Return what is copied for a turn that begins, to which vLLM has given its blocks.
@@ -434,6 +474,7 @@ class Conversations:
         self.pool.free_blocks(coming.surplus)
         self.pool.unpin_blocks(coming.copied, self.reused)
         self.forget(conversation)
+        self.delete_file(conversation)
         if not emptied:
             self.pool.free_blocks(conversation.real_blocks)
             conversation.is_lost = True
@@ -449,6 +490,7 @@ class Conversations:
         if not coming.begins:
             self._file(conversation)
         coming.is_ready = True
+        stats.count(conversations_read=int(coming.read is not None))
 
     def _free_leading(self, conversation: Conversation, emptied: Sequence[int]) -> None:
         """Free leading blocks of a conversation. Those of a beginning that several have in common stay to be copied.
@@ -486,7 +528,7 @@ class Conversations:
 
     def all(self) -> list[Conversation]:
         """Return all conversations with which requests may go on, those that were filed first in front."""
-        return list({id(one): one for one in self._by_hash.values()}.values())
+        return list({id(one): one for one in [*self._in_files.values(), *self._by_hash.values()]}.values())
 
     def delete(self, conversation: Conversation) -> None:
         """Forget a conversation because its owner says so, and offer its pages to no new one.
@@ -496,6 +538,7 @@ class Conversations:
         """
         conversation.is_deleted = True
         self.forget(conversation)
+        self.delete_file(conversation)
         self._beginnings.forget(conversation.real_blocks)
         if conversation.turn is None:
             self._abandon(conversation)
@@ -512,9 +555,10 @@ class Conversations:
         self._beginnings.clear()
         for conversation in self.all():
             if conversation.turn is None:
-                self._lose(conversation)
+                self.lose(conversation)
             else:  # its entries are of other weights
                 self.forget(conversation)
+                self.delete_file(conversation)
 
     def _block_hashes(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """Return the hashes of full blocks, among those of all multiples of `hash_block_size` tokens."""
@@ -523,12 +567,20 @@ class Conversations:
 
     def _file(self, conversation: Conversation) -> None:
         hashes = () if conversation.is_deleted else conversation.hashes
-        self._by_hash.update(dict.fromkeys(((conversation.name, block_hash) for block_hash in hashes), conversation))
+        keys = [(conversation.name, block_hash) for block_hash in hashes]
+        before = [one for key in keys if self._in_files and (one := self._by_hash.get(key)) is not None]
+        self._by_hash.update(dict.fromkeys(keys, conversation))
+        for older in before:
+            if older.file is not None and not self._is_filed(older):  # nobody finds it any more
+                older.is_lost = True
+                self.delete_file(older)
 
-    def _lose(self, conversation: Conversation) -> None:
+    def lose(self, conversation: Conversation) -> None:
+        """Forget an idle conversation, because its entries are gone."""
         if not (conversation.is_lost or conversation.turn):
             self._abandon(conversation)
             self.forget(conversation)
+            self.delete_file(conversation)
             stats.count(conversations_lost=1)
 
     def _abandon(self, conversation: Conversation) -> None:
@@ -536,28 +588,5 @@ class Conversations:
         conversation.is_lost = True
         for block in conversation.real_blocks:
             self._idle.pop(block.block_id, None)
-        self.abandoned.append(conversation.ended)
-
-
-def existing(blocks: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:
-    """Return the blocks that hold something, the newest first.
-
-    Args:
-        blocks: blocks by logical position, for each group.
-    """
-    return [block for of_group in blocks for block in reversed(of_group) if not block.is_null]
-
-
-def hashes_of(request: Request, tokens: Sequence[int]) -> list[BlockHash]:
-    """Return the hashes of other tokens, as if they were the request's.
-
-    Args:
-        request: vLLM's request, which is left as it was.
-        tokens: token ids that are hashed.
-    """
-    own, own_hashes = list(request._all_token_ids), request.block_hashes
-    request._all_token_ids[:], request.block_hashes = tokens, []
-    request.update_block_hashes()
-    hashes = request.block_hashes
-    request._all_token_ids[:], request.block_hashes = own, own_hashes
-    return hashes
+        if conversation.blocks:
+            self.abandoned.append(conversation.ended)

@@ -31,6 +31,8 @@ MAX_RANGES = 1024
 MAX_NAME = 255
 """The most characters of a context's name. No file system takes longer names."""
 
+NO_CONTEXTS = "This server keeps conversations, and no contexts: leave context and save out."
+
 _FRONT_END = ("owner", "ticket")
 _ADVICE = (
     'give one or more of "context": NAME, "save": NAME, "conversation": NAME, "forget": true, "bytes": 0.5, '

@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError, RecipeError
@@ -25,6 +25,9 @@ CONTEXTS = "keepset_contexts"
 
 SAVE_LIMIT = "keepset_save_bytes"
 """The key of `additional_config` for the bytes that each owner's requests may save; without it nothing is saved."""
+
+CONVERSATIONS = "keepset_conversations"
+"""The key of `additional_config` for the files of idle conversations: an object with the fields of `SpillSettings`."""
 
 SIGNED = "keepset_signed"
 """The key of `additional_config` that says that a front end signs options; the engine then takes no others."""
@@ -52,6 +55,20 @@ CONVERSATION_CONNECTOR = {
 
 _WHOLE = "adakv(streaming_llm, keep=1.0)"
 """The recipe of an engine that only serves contexts: nothing is dropped, and each head has its own pages."""
+
+
+class SpillSettings(NamedTuple):
+    """Where conversations go that lose their pages.
+
+    Attributes:
+        folder: the folder of their files.
+        bytes: the most bytes of all files.
+        owner_bytes: the most bytes of one owner's files.
+    """
+
+    folder: str
+    bytes: int
+    owner_bytes: int
 
 
 def connector_of(recipe: Recipe | None, contexts: object) -> dict[str, str]:
@@ -125,6 +142,33 @@ def save_limit_of(config: VllmConfig) -> int | None:
     return limit
 
 
+def spills_of(config: VllmConfig | None) -> SpillSettings | None:
+    """Return where a configuration's conversations go that lose their pages; None if they are lost.
+
+    Raises:
+        KeepsetError: the configuration names no folder, or no numbers of bytes.
+    """
+    value = _additional(config).get(CONVERSATIONS)
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.keys() != set(SpillSettings._fields):
+        raise KeepsetError(
+            f'additional_config["{CONVERSATIONS}"] is {value!r}: give an object with '
+            f"{', '.join(SpillSettings._fields)}."
+        )
+    spills = SpillSettings(**value)
+    if not isinstance(spills.folder, str) or not Path(spills.folder).is_dir():
+        raise KeepsetError(
+            f'additional_config["{CONVERSATIONS}"] has the folder {spills.folder!r}: give one that is there.'
+        )
+    if not all(type(limit) is int and limit > 0 for limit in spills[1:]):
+        raise KeepsetError(
+            f'additional_config["{CONVERSATIONS}"] has limits of {spills.bytes!r} and {spills.owner_bytes!r}: give '
+            "numbers of bytes."
+        )
+    return spills
+
+
 def is_signed(config: VllmConfig) -> bool:
     """Return whether requests reach this engine through a front end that signs their options.
 
@@ -178,23 +222,34 @@ def recipe_of(config: VllmConfig | None) -> Recipe | None:
 
 
 def engine_args(
-    recipe: Recipe | str | None = None, *, contexts: Path | str | None = None, save_bytes: int = 0
+    recipe: Recipe | str | None = None,
+    *,
+    contexts: Path | str | None = None,
+    save_bytes: int = 0,
+    conversation_bytes: int = 0,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` with which it serves a recipe: `LLM(model, **engine_args("knorm(keep=0.5)"))`.
 
     Args:
         recipe: the recipe of every request. If None, an engine with a folder of contexts serves only contexts; another
             takes the default of `keepset.defaults`, without steps that it cannot serve, and its log names the result.
-        contexts: the folder of saved contexts, whose files requests name; None for no folder.
-        save_bytes: bytes that each owner's requests may save in that folder.
+        contexts: the folder of saved contexts, whose files requests name; None for no folder. With `turns=True` in the
+            recipe, the folder of conversations that lose their pages.
+        save_bytes: bytes that each owner's requests may save in that folder; with `turns=True`, bytes of all
+            conversations there.
+        conversation_bytes: with `turns=True`, bytes of one owner's conversations there; 0 for no other limit.
 
     Raises:
-        KeepsetError: the recipe is invalid or names no budget, or there is no such folder.
+        KeepsetError: the recipe is invalid or names no budget, there is no such folder, or it has no limit.
     """
     is_default = recipe is None and contexts is None
     named = ANSWERED_AT_ONCE if is_default else recipe
     parsed = Recipe.parse(named) if isinstance(named, str) else named
-    args: dict[str, Any] = {"additional_config": _additional_config(parsed, contexts, save_bytes)}
+    args: dict[str, Any] = {
+        "additional_config": _additional_config(parsed, contexts, save_bytes, conversation_bytes),
+    }
+    if parsed is not None and parsed.schedule.turns:
+        contexts = None
     if is_default:
         args["additional_config"][KEY] = True
     args["kv_transfer_config"] = dict(connector_of(parsed, contexts))
@@ -211,16 +266,21 @@ def engine_args(
 
 
 def serve_options(
-    recipe: Recipe | str | None = None, *, contexts: Path | str | None = None, save_bytes: int = 0
+    recipe: Recipe | str | None = None,
+    *,
+    contexts: Path | str | None = None,
+    save_bytes: int = 0,
+    conversation_bytes: int = 0,
 ) -> str:
     """Return the arguments of `engine_args` as options of `vllm serve`, quoted for a shell.
 
     Args:
         recipe: the recipe or its text; None means the same as for `engine_args`.
-        contexts: the folder of saved contexts; None for no folder.
-        save_bytes: bytes that the requests of every owner may save in that folder.
+        contexts, save_bytes, conversation_bytes: as for `engine_args`.
     """
-    return shlex.join(as_words(engine_args(recipe, contexts=contexts, save_bytes=save_bytes)))
+    return shlex.join(
+        as_words(engine_args(recipe, contexts=contexts, save_bytes=save_bytes, conversation_bytes=conversation_bytes))
+    )
 
 
 def as_words(args: Mapping[str, Any]) -> list[str]:
@@ -239,22 +299,38 @@ def as_words(args: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _additional_config(recipe: Recipe | None, contexts: Path | str | None, save_bytes: int) -> dict[str, Any]:
+def _additional_config(
+    recipe: Recipe | None, contexts: Path | str | None, save_bytes: int, conversation_bytes: int
+) -> dict[str, Any]:
     """Return the settings under keepset's keys of `additional_config`.
 
     Args:
         recipe: the recipe; None for no compression.
-        contexts: the folder of saved contexts; None for no folder.
-        save_bytes: bytes that the requests of every owner may save in that folder.
+        contexts, save_bytes, conversation_bytes: as for `engine_args`.
     """
+    talks = recipe is not None and recipe.schedule.turns
     additional: dict[str, Any] = {}
     if recipe is not None:
         additional[KEY] = str(recipe.require_budget())
     if contexts is not None:
         if not Path(contexts).is_dir():
             raise KeepsetError(f"There is no folder {str(contexts)!r}: make it, and put contexts there at any time.")
-        additional[CONTEXTS] = str(Path(contexts).resolve())
-    if save_bytes:
+        if talks and not save_bytes:
+            raise KeepsetError(
+                "With turns=True the folder keeps conversations that lose their pages: say by save_bytes "
+                "(--save-bytes) how many bytes they may take in all."
+            )
+        folder = str(Path(contexts).resolve())
+        if talks:
+            additional[CONVERSATIONS] = SpillSettings(folder, save_bytes, conversation_bytes or save_bytes)._asdict()
+        else:
+            additional[CONTEXTS] = folder
+    if conversation_bytes and not (talks and contexts is not None):
+        raise KeepsetError(
+            "conversation_bytes (--conversation-bytes) limits the files of conversations: give turns=True in the "
+            "recipe, and their folder."
+        )
+    if save_bytes and not (talks and contexts is not None):
         if contexts is None:
             raise KeepsetError("save_bytes needs a folder of contexts: name the folder, too.")
         additional[SAVE_LIMIT] = save_bytes

@@ -31,7 +31,10 @@ COUNTERS = {
     "turns": "Requests that went on with a conversation.",
     "tokens_reused": "Tokens of their prompts that were not computed.",
     "tokens_left_out": "Tokens of conversations that clients have left out of later prompts.",
-    "conversations_lost": "Conversations whose pages were given to other requests.",
+    "conversations_lost": "Conversations whose pages were given to other requests, and that are nowhere else.",
+    "conversations_spilled": "Conversations whose pages were written to a file in time.",
+    "conversations_read": "Conversations that were read back from their file.",
+    "conversations_evicted": "Conversations whose file was deleted because the files took too many bytes.",
 }
 """The counters with their descriptions."""
 

@@ -39,6 +39,7 @@ from keepset.vllm.settings import (
     is_compressed,
     limits_of,
     serve_options,
+    spills_of,
 )
 
 LAYERS_THAT_DRAFT = ("eagle", "eagle3", "mtp")
@@ -96,11 +97,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if recipe.budget.kinds and not config.model_config.is_multimodal_model:
         yield f"its model takes no images; leave protect={recipe.budget.kinds[0]!r} out."
     yield from _of_drafts(config, recipe)
-    if recipe.schedule.turns:
-        if contexts_of(config) is not None:
-            yield "conversations stay in memory, and contexts lie in files; leave turns=True, or contexts, out."
-        if config.speculative_config is not None:
-            yield "a conversation's pages hold no drafts; leave turns=True, or speculative decoding, out."
+    yield from _of_conversations(config, recipe)
     connector = config.kv_transfer_config
     if contexts_of(config) is not None and connector is not None and connector.kv_load_failure_policy != "fail":
         yield "a context that a request names is never computed instead; leave kv_load_failure_policy out."
@@ -122,6 +119,26 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     yield from _of_graphs(config, recipe)
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_conversations(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    """Yield why conversations cannot be kept.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
+    """
+    spills = spills_of(config)
+    if not recipe.schedule.turns:
+        if spills is not None:
+            yield "it keeps no conversations for which there is a folder; give turns=True, or leave the folder out."
+        return
+    if contexts_of(config) is not None:
+        yield "a server keeps either conversations or contexts; leave turns=True, or contexts, out."
+    if spills is not None and config.parallel_config.data_parallel_size > 1:
+        yield "one engine keeps conversations in a folder; leave the folder, or data_parallel_size, out."
+    if config.speculative_config is not None:
+        yield "a conversation's pages hold no drafts; leave turns=True, or speculative decoding, out."
 
 
 def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

@@ -53,17 +53,16 @@ class WindowPages:
             blocks[:] = [manager.block_pool.null_block] * len(blocks)
         return taken
 
-    def seen(self, blocks: Sequence[Sequence[KVCacheBlock]], tokens: int) -> bool:
+    def seen(self, spans: Sequence[tuple[int, int]], tokens: int) -> bool:
         """Return whether blocks hold all that the token after so many sees.
 
         Args:
-            blocks: those of a conversation, for each group by logical position.
+            spans: how many of a conversation's blocks hold nothing, and how many there are, for each group.
             tokens: tokens that a turn goes on from.
         """
         return all(
-            len(of_group) >= -(-tokens // manager.block_size)
-            and not any(block.is_null for block in of_group[self._needed(manager, tokens)])
-            for manager, of_group in zip(self.managers.values(), blocks, strict=True)
+            total >= -(-tokens // manager.block_size) and empty <= self._needed(manager, tokens).start
+            for manager, (empty, total) in zip(self.managers.values(), spans, strict=True)
         )
 
     def copies(self, blocks: Sequence[Sequence[KVCacheBlock]], tokens: int, request_id: str) -> list[CopiedPages]:

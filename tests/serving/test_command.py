@@ -109,6 +109,20 @@ def test_contexts_are_a_folder_that_may_be_saved_to(tmp_path: Path) -> None:
     assert additional(command("a/model", RECIPE, [], contexts=tmp_path, save_bytes=9)) == both
 
 
+def test_conversations_that_lose_their_pages_go_to_a_folder(tmp_path: Path) -> None:
+    talks = Recipe.parse("knorm(keep=0.5, turns=True)")
+    with pytest.raises(KeepsetError, match=r"say by save_bytes \(--save-bytes\) how many bytes"):
+        command("a/model", talks, [], contexts=tmp_path)
+    for recipe, more in ((RECIPE, {"contexts": tmp_path}), (talks, {})):
+        with pytest.raises(KeepsetError, match="give turns=True in the recipe, and their folder"):
+            command("a/model", recipe, [], conversation_bytes=5, **more)
+    for own, limit in ((0, 9), (5, 5)):
+        words = command("a/model", talks, [], contexts=tmp_path, save_bytes=9, conversation_bytes=own)
+        spills = {"folder": str(tmp_path), "bytes": 9, "owner_bytes": limit}
+        assert additional(words) == {"keepset": str(talks), "keepset_conversations": spills}
+        assert json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector"] == "ConversationConnector"
+
+
 def test_a_model_is_served_under_the_name_that_it_is_given() -> None:
     assert command("a/model", None, [], served_name="mine")[5:8] == ["a/model", "--served-model-name", "mine"]
     words = command("a/model", None, ["--served_model_name=theirs"], served_name="mine")

@@ -257,6 +257,14 @@ def test_nobody_says_whose_contexts_they_are(start: Start) -> None:
     assert posted(ask, {"save": "a"})[0] == 200
 
 
+def test_who_keeps_conversations_has_no_contexts(start: Start) -> None:
+    for said in ({"save": "a"}, {"context": "a"}):
+        assert posted(start(Inner(), **TALKS), said) == (
+            400,
+            "This server keeps conversations, and no contexts: leave context and save out.",
+        )
+
+
 CACHED = {"prompt_tokens_details": {"cached_tokens": 96}}
 USAGES: dict[str, tuple[Any, Any]] = {
     "completions": (

@@ -34,6 +34,7 @@ from keepset.vllm.settings import (
     engine_args,
     recipe_of,
     serve_options,
+    spills_of,
 )
 from tests.core.test_tables import random_tables
 from tests.methods.naive import Shape, random_statistics
@@ -45,7 +46,7 @@ arguments, parsers = Late("vllm.engine.arg_utils"), Late("vllm.utils.argparse_ut
 formats, triton = Late("keepset.vllm.formats"), Late("vllm.v1.attention.backends.triton_attn")
 modes, specs = Late("vllm.config"), Late("vllm.v1.kv_cache_interface")
 
-ONE = [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "decode_context", "prefill_context")]
+ONE = [f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data", "decode_context", "prefill_context")]
 OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_diffusion", "is_multimodal_model")
 SPLIT = [
     *("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"),
@@ -110,6 +111,10 @@ TALKING = {
     ),
 }
 """A configuration that keeps conversations."""
+SPILLS: dict[str, Any] = {
+    "additional_config": {"keepset_conversations": {"folder": str(Path(__file__).parent), "bytes": 9, "owner_bytes": 9}}
+}
+"""A configuration with a folder for conversations that lose their pages."""
 CONTEXTS: dict[str, Any] = {
     "additional_config": {"keepset_contexts": str(Path(__file__).parent)},
     "kv_transfer_config": connector(CONTEXT_CONNECTOR["kv_connector_module_path"], "ContextConnector"),
@@ -188,7 +193,8 @@ OF_RECIPES: list[tuple[str, dict[str, Any], str]] = [
     *(
         (TURNS, TALKING | changes, reason)
         for changes, reason in (
-            (CONTEXTS, "conversations stay in memory, and contexts lie in files; leave"),
+            (CONTEXTS, "a server keeps either conversations or contexts; leave"),
+            (SPILLS | {"data_parallel_size": 2}, "one engine keeps conversations in a folder; leave"),
             (drafts(), "a conversation's pages hold no drafts; leave"),
             ({"kv_transfer_config": None}, "a KV connector must say which conversation"),
             ({"enable_prefix_caching": True}, "conversations have their own pages"),
@@ -196,7 +202,8 @@ OF_RECIPES: list[tuple[str, dict[str, Any], str]] = [
     ),
     # These are served:
     (TURNS, CARRIED, f"{ONLY}ConversationConnector, {MOVED} BlockCountConnector out of kv_transfer_config."),
-    (TURNS, TALKING, ""),
+    (UNIFORM, SPILLS, "it keeps no conversations for which there is a folder; give turns=True"),
+    *((TURNS, TALKING | more, "") for more in ({}, SPILLS)),
     *(("expected_attention(keep=512)", {"cache_dtype": kind}, "") for kind in ("bfloat16", "fp8")),
     ("match(snapkv, biases=False, keep=0.25)", {"cache_dtype": "fp8_e4m3"}, ""),
     *(
@@ -428,6 +435,19 @@ def test_what_is_refused_beside_other_layers(
     validation.check_layers(config(**SERVED), recipe, layers, [spec(*STATES)])
     with pytest.raises(KeepsetError, match=re.escape(reason[1:])):
         validation.check_layers(config(**changes), recipe, layers, [spec(*kind)])
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (7, "give an object with folder, bytes, owner_bytes"),
+        ({"folder": "nowhere", "bytes": 9, "owner_bytes": 9}, "give one that is there"),
+        ({"folder": ".", "bytes": 0, "owner_bytes": True}, "limits of 0 and True: give numbers of bytes"),
+    ],
+)
+def test_where_conversations_go_is_said_in_full(said: Any, sentence: str) -> None:
+    with pytest.raises(KeepsetError, match=sentence):
+        spills_of(config(additional_config={"keepset_conversations": said}))
 
 
 def test_conversations_are_refused_beside_layers_that_forget() -> None:

@@ -28,10 +28,22 @@ def serve(
         ),
     ] = None,
     contexts: Annotated[
-        Path | None, Option(help="A folder with files of keepset context build, which requests can name.")
+        Path | None,
+        Option(
+            help="A folder with files of keepset context build, which requests can name. With turns=True in the "
+            "recipe: the folder for conversations that lose their pages."
+        ),
     ] = None,
     save_bytes: Annotated[
-        int, Option(min=0, help="Bytes of contexts that each API key's requests may save in that folder.")
+        int,
+        Option(
+            min=0,
+            help="Bytes of contexts that each API key's requests may save in that folder. With turns=True: bytes of "
+            "all conversations there; the least recently used are deleted first.",
+        ),
+    ] = 0,
+    conversation_bytes: Annotated[
+        int, Option(min=0, help="With turns=True: bytes of one API key's conversations there; 0: no limit of its own.")
     ] = 0,
 ) -> None:
     """Serve a model with vLLM and a recipe.
@@ -64,10 +76,12 @@ def serve(
         parsed, why = default_for(model, named or EMBEDDED, options)
     parsed = name_statistics(parsed, named)
     check_recipe(parsed, model)
-    if (precision := precision_of(contexts, options)) is not None:
+    talks = parsed is not None and parsed.schedule.turns
+    if (precision := precision_of(None if talks else contexts, options)) is not None:
         options = ["--dtype", precision, *options]
     served_name = None if model == named else EMBEDDED
-    line = command(model, parsed, options, served_name=served_name, contexts=contexts, save_bytes=save_bytes)
+    limits = {"save_bytes": save_bytes, "conversation_bytes": conversation_bytes}
+    line = command(model, parsed, options, served_name=served_name, contexts=contexts, **limits)
     check_port(options)
     of_files = None if precision is None else f"The server computes in {precision}, as its contexts were built."
     hints = block_size_hint(parsed, options), limit_cpu_pool(options), compile_hint(line)
