@@ -150,13 +150,18 @@ FITTED_CASES = [
 ]
 
 
+def followed(recipe: str, model: Path, **chat: Any) -> list[ChatTurn]:
+    """What a cache under transformers says and keeps: the oracle cannot fit what stays."""
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    return follow(Cache(loaded, recipe), SAID, ANSWERS, model=loaded, **chat)
+
+
 @pytest.mark.parametrize("case", FITTED_CASES, ids=" ".join)
 def test_what_stays_is_fitted_as_by_a_cache_under_transformers(case: tuple[str, str, str], model: Path) -> None:
     """Entries that stay get other values and biases once the next turn begins."""
     recipe, chat, way = case
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    turns = follow(Cache(loaded, recipe), SAID, ANSWERS, model=loaded, **CHATS[chat])
-    unfitted = follow(Cache(loaded, recipe.replace("turns", "ridge=1e9, turns")), SAID, ANSWERS, model=loaded)
+    turns = followed(recipe, model, **CHATS[chat])
+    unfitted = followed(recipe.replace("turns", "ridge=1e9, turns"), model)
     assert [turn.answer for turn in turns] != [turn.answer for turn in unfitted]
     check(turns, result(answers_of({"": scenario(recipe, model, asked(turns), **WAYS[way])}), ""))
 

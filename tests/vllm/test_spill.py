@@ -26,6 +26,7 @@ from tests.vllm.test_conversations import (
     APART,
     CHATS,
     EQUAL,
+    FITTED,
     NETWORKS,
     POOLED,
     RAGGED,
@@ -33,6 +34,7 @@ from tests.vllm.test_conversations import (
     WAYS,
     WHOLE,
     check,
+    followed,
     plain_chats,
     question,
     windows,
@@ -105,6 +107,7 @@ MORE = [
     *((recipe, chat, "") for recipe in (RAGGED, POOLED) for chat in ("again", "left out", "reworded")),
     (RAGGED, "left out", "own process"),
     (EVERY, "goes on", ""),
+    (FITTED, "again", ""),
 ]
 
 
@@ -113,7 +116,10 @@ def test_comes_back_as_it_was(case: tuple[str, str, str], model: Path, oracle: O
     """Other requests get its pages after each turn, whatever the client does next; no file is left over."""
     recipe, chat, way = case
     recipe = with_networks(recipe, model)
-    turns = replay(oracle, recipe, SAID if FULL else SAID[:3], ANSWERS, **CHATS[chat])
+    if recipe == FITTED:
+        turns = followed(recipe, model, **CHATS[chat])
+    else:
+        turns = replay(oracle, recipe, SAID if FULL else SAID[:3], ANSWERS, **CHATS[chat])
     asks = [*apart(turns), *others(range(len(turns) - 1))]
     engine = result(answers_of({"": scenario(recipe, model, tmp_path, asks, **WAYS[way])}), "")
     if recipe == EVERY:
