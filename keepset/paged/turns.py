@@ -125,7 +125,7 @@ def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:
             most = max(reference.later for reference in references)
             queries, _ = group.observer.newest(event, range(len(group.layers)), most)
             page = turn.newest_page(number, group.block_size)
-            group.ended_queries[page] = EndedQueries(queries.cpu(), event.first_query)
+            group.ended_queries[page] = EndedQueries(queries.contiguous().cpu(), event.first_query)
         group.planner.close(event.records)
 
 
