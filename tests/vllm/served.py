@@ -82,13 +82,17 @@ CALLS = """
 
 
 @contextmanager
-def served_chats(folder: Path, template: str, options: Sequence[str] = ()) -> Iterator[str]:
+def served_chats(
+    folder: Path,
+    template: str,
+    options: Sequence[str] = (),
+    recipe: str = "adakv(snapkv, bytes=0.25, turns=True)",
+) -> Iterator[str]:
     """The address of a server of the embedded model that keeps conversations, with a chat template of its own."""
     file = folder / "chat.jinja"
     file.write_text(template, encoding="utf-8")
     size = ["--max-model-len", "2048", "--num-gpu-blocks-override", "256", "--chat-template", str(file)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
-        recipe = "adakv(snapkv, bytes=0.25, turns=True)"
         with served(embedded_folder(), recipe, [*size, *options]) as (server, _):
             yield server.url

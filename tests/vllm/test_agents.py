@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from keepset.lab.embedded import name_statistics
+from keepset.recipe import Recipe
 from tests.vllm.served import CALLS, served_chats
 
 pytestmark = pytest.mark.full
@@ -16,10 +19,11 @@ TEMPLATE = """
 {%- if message.reasoning %}<|im_start|>think
 {{ message.reasoning }}<|im_end|>
 {% endif %}<|im_start|>{{ message.role }}"""
-TEMPLATE += CALLS
+TEMPLATE += CALLS + "{#- 'developer' is a role like others #}"
 """A chat template that shows reasoning and tools' results, of which the embedded model's own knows nothing.
 
-Special tokens are around both. Where there are none, the tokens beside what is left out may change.
+Special tokens are around both. Where there are none, the tokens beside what is left out may change. The comment is for
+vLLM, which moves developers' messages to the front of a prompt if a template does not have that word in quotes.
 """
 ADA = (
     "My name is Ada. I have sailed since I was a child, first with my aunt in the north, and later on my own, with an "
@@ -29,7 +33,9 @@ ADA = (
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served_chats(tmp_path_factory.mktemp("template"), TEMPLATE) as url:
+    recipe = name_statistics(Recipe.parse("pool(distilled, bytes=0.25, turns=True)"), None)
+    options = ["--num-gpu-blocks-override", "512"]
+    with served_chats(tmp_path_factory.mktemp("template"), TEMPLATE, options, str(recipe)) as url:
         yield url
 
 
@@ -85,6 +91,47 @@ def test_a_compacted_conversation_goes_on(url: str) -> None:
         ask([{"type": "compaction", "encrypted_content": compacted.output[0].encrypted_content[:-8]}])
     with pytest.raises(openai.BadRequestError, match="no model 'other' here: ask for one of tiny"):
         client.responses.compact(model="other", input=unknown)
+
+
+def test_codex_goes_on_from_a_compacted_conversation(url: str) -> None:
+    """As codex writes its requests: each answer is that of a conversation apart from it which is never compacted."""
+    openai = pytest.importorskip("openai", reason="The OpenAI client is not installed.")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    context = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        user("<environment_context>/home/ada</environment_context>"),
+    ]
+    questions = [ADA, "And a ketch?", "What is my name?", "And a yawl?"]
+
+    def ask(items: list[Any], salt: str) -> Any:
+        more = {"instructions": "You are codex.", "store": False, "temperature": 0, "max_output_tokens": 30}
+        return list(
+            client.responses.create(model="tiny", input=items, stream=True, extra_body={"cache_salt": salt}, **more)
+        )
+
+    def exchange(salt: str, *, compacting: bool) -> tuple[list[str], list[tuple[int, int, int]]]:
+        """The answers, and tokens of each turn: of the prompt, reused of it, and of prompt and answer."""
+        items, answers, tokens = [*context], [], []
+        for number, question in enumerate(questions):
+            items.append(user(question))
+            response = ask(items, salt)[-1].response
+            usage = response.usage
+            answers.append(response.output_text)
+            tokens.append((usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.total_tokens))
+            items += response.output
+            if number == 1:
+                if compacting:
+                    # Codex keeps the user's messages and the item.
+                    events = ask([*items, {"type": "compaction_trigger"}], salt)
+                    (item,) = [event.item for event in events if event.type == "response.output_item.done"]
+                    items = [*map(user, questions[:2]), item]
+                items += context  # of the session, which it sends anew
+        return answers, tokens
+
+    answers, tokens = exchange("compacted", compacting=True)
+    assert (answers, tokens) == exchange("whole", compacting=False)
+    assert all(prompt <= reused < said for (prompt, _, said), (_, reused, _) in pairwise(tokens))
+    assert "Ada" in answers[2]
 
 
 def test_a_conversation_goes_on_without_what_was_cleared(url: str) -> None:
