@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+from typer.main import get_command
 
 import keepset
+from keepset.lab.cli import app
 
 ROOT = Path(__file__).parents[1]
 
@@ -111,6 +114,18 @@ def test_the_project_says_the_same_version_and_that_there_are_types() -> None:
     assert keepset.__version__ == project["project"]["version"] == importlib.metadata.version("keepset")
     assert (Path(str(keepset.__file__)).parent / "py.typed").is_file()
     assert "py.typed" in project["tool"]["setuptools"]["package-data"]["keepset"]
+
+
+def test_what_an_index_shows_leads_nowhere_and_is_readmes() -> None:
+    """No address of the project is known, and files of the repository are not on an index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    shown = project["readme"]["text"]
+    assert project["readme"]["content-type"] == "text/markdown"
+    assert not re.search(r"\]\((?!https://)", shown) and "<img" not in shown
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", shown, flags=re.S)
+    assert all(line in readme for line in code.splitlines())
+    assert set(re.findall(r"`keepset (\w+)", shown)) - {"help"} <= get_command(app).commands.keys()
 
 
 @pytest.mark.full

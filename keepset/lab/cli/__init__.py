@@ -44,6 +44,10 @@ SECTIONS = {
 class Commands(TyperGroup):
     """All commands. The help lists them under headings, and Ctrl-C ends each of them with a note."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read `keepset help COMMAND` as `keepset COMMAND --help`."""
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write each heading with its commands and what they do."""
         width = max(len(name) for names in SECTIONS.values() for name in names)
@@ -64,7 +68,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -73,7 +76,9 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def options(
-    version: Annotated[bool, Option("--version", is_eager=True, help="Say which version this is, and end.")] = False,
+    version: Annotated[
+        bool, Option("--version", "-V", is_eager=True, help="Say which version this is, and end.")
+    ] = False,
     plugin: Annotated[
         list[str] | None,
         Option(metavar="<module>", help="A Python module with methods of your own; may be given several times."),

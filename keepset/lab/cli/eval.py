@@ -87,7 +87,12 @@ class EvalOptions(ModelOptions):
         Option(help="Take a random sample of each task's examples, by the seed: a share such as 0.1, or a number."),
     ] = None
     output_tokens: Annotated[
-        int | None, Option(help="The most tokens of an answer, for all tasks. [default: each task's own]")
+        int | None,
+        Option(
+            "--output-tokens",
+            "--max-new-tokens",
+            help="The most tokens of an answer, for all tasks. [default: each task's own]",
+        ),
     ] = None
     seeds: Annotated[str, Option(help="Seeds of generated data and of sampling, separated by commas.")] = "0"
     mode: Annotated[

@@ -19,7 +19,7 @@ from keepset.lab.texts import read
 class GenerateOptions(ModelOptions):
     """Options of `keepset generate`."""
 
-    prompt: Annotated[str, Argument(metavar="PROMPT", help="What to say to the model.")]
+    prompt: Annotated[str, Argument(metavar="PROMPT", help="What to say to the model; - for standard input.")]
     recipe: Annotated[
         str | None,
         Option(

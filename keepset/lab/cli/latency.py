@@ -30,7 +30,7 @@ class LatencyOptions(ModelOptions):
         "snapkv(bytes=0.25), adakv(snapkv, bytes=0.25)"
     )
     prompt_tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096"
-    output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64
+    output_tokens: Annotated[int, Option("--output-tokens", "--max-new-tokens", help="Tokens to generate.")] = 64
     rounds: Annotated[int, Option(help="How often each recipe is measured.")] = 3
     text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None
     json_file: Json = None

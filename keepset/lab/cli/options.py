@@ -36,7 +36,7 @@ Json = Annotated[
 ]
 Html = Annotated[Path | None, Option(metavar="<path>", help="Write the report to this file.")]
 Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]
-OutputTokens = Annotated[int, Option(help="The most tokens to generate.")]
+OutputTokens = Annotated[int, Option("--output-tokens", "--max-new-tokens", help="The most tokens to generate.")]
 Temperature = Annotated[float, Option(help="0 for greedy decoding.")]
 SamplingSeed = Annotated[int, Option(help="Seed of sampling.")]
 

@@ -43,7 +43,10 @@ class ReproduceOptions:
     dtype: Dtype = None
     limit: Annotated[int | None, Option(help="Examples of each task; the paper's if not given.")] = None
     seed: SamplingSeed = 0
-    output_tokens: Annotated[int | None, Option(help="Tokens of an answer at most; the paper's if not given.")] = None
+    output_tokens: Annotated[
+        int | None,
+        Option("--output-tokens", "--max-new-tokens", help="Tokens of an answer at most; the paper's if not given."),
+    ] = None
     prompt_tokens: Annotated[
         str | None,
         Option(help="Tokens of prompts, separated by commas, for tasks made to a length; the paper's if not given."),

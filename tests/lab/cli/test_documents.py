@@ -103,6 +103,39 @@ def test_every_method_has_its_row_and_its_formula() -> None:
     )
 
 
+PRESSES = """
+AdaKV Block CAM Cap Chunk ChunkKV Compactor Composed CompressionRatioDecoding CriticalAdaKV CriticalKV CUR DMS
+Decoding DuoAttention EntropyGatedChunkKV ExpectedAttention ExpectedAttentionStats FastKVzip Finch KeyDiff
+KeyRerotation Knorm KVCompose KVgrad KVzap KVzip LagKV LeverageScore LUKV Merging NonCausalAttn
+ObservedAttention PerLayerCompression PrefillDecoding PyramidKV QFilter Random RestoreKV SimLayerKV SnapKV
+StreamingLLM ThinK TOVA
+"""
+"""Those that kvpress 0.5.5 exports, its two base classes apart."""
+
+
+def test_users_of_kvpress_find_every_press_and_its_numbers() -> None:
+    page = text_of(ROOT / "docs" / "coming_from.md")
+    assert set(re.findall(r"`(\w+)Press\b", page)) - {"Base", "Scorer"} == set(PRESSES.split())
+    shown = re.findall(r"^\| `(\w+Press\(.*)` \| `(.*?)` \|", page, flags=re.M)
+    assert len(shown) > 20
+    for press, recipe in shown:
+        Recipe.parse(recipe)
+        numbers = [sorted(map(float, re.findall(r"=(\d[\d.]*)", text))) for text in (press, recipe)]
+        assert numbers[0] == numbers[1] or "..." in press, press
+
+
+def test_users_of_other_programs_find_commands_that_are_known() -> None:
+    page = text_of(ROOT / "docs" / "coming_from.md")
+    shown = [shlex.split(words) for words in re.findall(r"`keepset (eval [a-z][^`]*)`", page)]
+    assert len(shown) > 1
+    for words in shown:
+        KEEPSET.commands["eval"].make_context("eval", words[1:])
+    options = {option for parameter in KEEPSET.commands["eval"].params for option in parameter.opts}
+    ours = re.findall(r"^\|.*\|(.*)\|$", sections(ROOT / "docs" / "coming_from.md")["lm-eval"], flags=re.M)
+    named = set(re.findall(r"(?<=[` ])--[a-z][a-z-]*", " ".join(ours)))
+    assert len(named) > 5 and named <= options
+
+
 def test_the_reference_has_every_public_name() -> None:
     shown = re.findall(r"^::: keepset\.(\w+)$", text_of(ROOT / "docs" / "api.md"), flags=re.M)
     assert {*shown, "KeepsetError"} >= set(keepset.__all__)
