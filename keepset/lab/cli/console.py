@@ -276,7 +276,8 @@ def interruptible() -> Iterator[Ending]:
 def duration(seconds: float) -> str:
     """Return a rough duration for a person."""
     if seconds < 90:
-        return f"about {seconds:.0f} seconds"
+        whole = max(1, round(seconds))
+        return f"about {whole} second{'s' * (whole > 1)}"
     return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 

@@ -219,8 +219,11 @@ def test_what_is_done_is_there_after_an_interrupt(run: Run) -> None:
 
 def test_a_small_budget_may_be_meant_as_a_percentage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    done = run(*COMPARE, "--budgets", "0.5,3")
-    assert done.err.splitlines()[0] == "The budget 3 is 3 entries of every head; 3 % of the bytes are 0.03."
+    done = run(*COMPARE, "--budgets", "0.5,3,1")
+    assert done.err.splitlines()[:2] == [
+        "The budget 3 is 3 entries of every head; 3 % of the bytes are 0.03.",
+        "The budget 1 is one entry of every head; did you mean 1.0, all bytes?",
+    ]
 
 
 @pytest.mark.parametrize("where", [(CachedPrompt, "follow"), (PromptComparer, "_measure")])

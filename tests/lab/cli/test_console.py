@@ -149,6 +149,17 @@ def test_how_far_a_bar_has_come() -> None:
         assert console.how_far(bar) == "documents: 8 of 20, about 2 minutes left"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.2, "about 1 second"), (1.4, "about 1 second"), (1.6, "about 2 seconds"), (89, "about 89 seconds"),
+        (89.9, "about 90 seconds"), (90, "about 2 minutes"), (5400, "about 1.5 hours"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_its_plural(seconds: float, said: str) -> None:
+    assert console.duration(seconds) == said
+
+
 def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny[1], "decode", lambda ids, **_: EVIL * len(ids))
     done = run("generate", "Hello", "--recipe", "tova(keep=4)", "--output-tokens", "3")
