@@ -132,7 +132,7 @@ def compare(options: CompareOptions) -> None:
         check_measured(loaded, (candidate.recipe for candidate in candidates))
         with progress("the full cache") as bar:
             if options.decode:
-                advance = counted(bar, "recipes", len(candidates))
+                advance = counted(bar, "recipes", len(candidates), foretells=False)  # the line of tokens does
                 comparer, ids = _decoded(loaded, task, options, len(candidates), bar)
             else:
                 name, ids = options.source.called, task.prompt
@@ -232,7 +232,7 @@ def _prefilled(
 
     layers = model.config.get_text_config().num_hidden_layers
     # The last step is what follows the prefill: what recipes look at beside it, and the full cache's answer.
-    advance = counted(bar, "full cache", layers + 1)
+    advance = counted(bar, "full cache", layers + 1, foretells=False)
     recipes = [candidate.recipe for candidate in candidates if candidate.recipe is not None]
     comparer = PromptComparer(model, tokenizer, task, name, recipes, on_layer=advance)
     bar.update(bar.task_ids[-1], completed=layers + 1)
@@ -261,7 +261,7 @@ def _decoded(
 
     text = task.continuation
     if options.generate is not None:
-        advance = counted(bar, "tokens of the full cache", options.generate)
+        advance = counted(bar, "tokens of the full cache", options.generate, foretells=False)
         ids, _ = greedy(model, DynamicCache(config=model.config), task.prompt, options.generate, advance)
         text = torch.tensor([ids], dtype=torch.long, device=task.prompt.device)
     advance = counted(bar, "tokens", text.shape[1] * (1 + recipes))

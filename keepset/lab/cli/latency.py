@@ -64,7 +64,9 @@ def latency(options: LatencyOptions) -> None:
     prompts = [ids[:, :length] for length in lengths]
     timings: list[Timing] = []
     with interruptible() as ending, progress() as bar:
-        advance = counted(bar, "generations", len(lengths) * (len(parsed) + 1) * (options.rounds + 1))
+        # Longer prompts take longer, and the first round of each is short.
+        generations = len(lengths) * (len(parsed) + 1) * (options.rounds + 1)
+        advance = counted(bar, "generations", generations, foretells=False)
         for timings in measure(loaded, prompts, parsed, options.output_tokens, options.rounds):  # noqa: B007
             advance()
     rows = [timing.to_json() for timing in timings if timing.rounds or timing.error]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from keepset.lab import embedded
 from keepset.lab.cli import checks, console
@@ -158,6 +159,53 @@ def test_how_far_a_bar_has_come() -> None:
 )  # fmt: skip
 def test_a_duration_has_its_plural(seconds: float, said: str) -> None:
     assert console.duration(seconds) == said
+
+
+SHORT = ("compare", "--text", "text", "--prompt-tokens", "80", "--recipes", "knorm, tova")
+
+
+@pytest.mark.parametrize(
+    ("command", "foretells", "without"),
+    [
+        (("context", "build", "--text", "text", "--out", "saved", "--recipe", "knorm(keep=0.5)"), {"layers"}, set()),
+        # The layers run again inside the last one, and their number is the whole truth of it.
+        (("context", "build", "--text", "text", "--out", "saved", "--recipe", "kvzip(keep=0.5)"), set(), {"layers"}),
+        ((*SHORT, "--continuation", "8", "--budgets", "0.5"), {"recipes"}, {"full cache"}),
+        (
+            (*SHORT, "--budgets", "64", "--decode", "--every", "4", "--generate", "6"),
+            {"tokens"},
+            {"tokens of the full cache", "recipes"},
+        ),
+        (
+            ("bench", "latency", "--prompt-tokens", "8", "--output-tokens", "2", "--rounds", "1", "--text", "text"),
+            set(),
+            {"generations"},
+        ),
+        (("calibrate", "--out", "new", "--text", "text", "--length", "64", "--gate-steps", "0"), {"passages"}, set()),
+        (
+            ("calibrate", "--out", "new", "--text", "text", "--length", "64", "--gate-steps", "2"),
+            {"gates"},
+            {"passages"},
+        ),
+    ],
+)
+def test_time_left_is_said_where_steps_tell_it(
+    run: Run, tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...], foretells: set[str], without: set[str],
+) -> None:  # fmt: skip
+    """Steps that others follow, or that differ, foretell nothing."""
+    said, advance = list[str](), Progress.advance
+
+    def told(bar: Progress, *args: Any) -> None:
+        advance(bar, *args)
+        assert all(line.completed <= line.total for line in bar.tasks if line.total is not None)
+        said.append(console.how_far(bar))
+
+    monkeypatch.setattr(Progress, "advance", told)
+    assert run(*command).code == 0
+    steps = [line for line in said if line]
+    assert {line.split(":")[0] for line in steps if line.endswith(" left")} == foretells
+    assert {line.split(":")[0] for line in steps if not line.endswith(" left")} == without
 
 
 def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
