@@ -159,8 +159,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def chat_status(conversation: Conversation) -> str:
     """Return what the newest turn of a conversation has computed, and what its cache holds, for a person."""
     cache = conversation.cache
-    held, full = (f"{nbytes / 1e6:.1f} MB" for nbytes in (cache.nbytes_entries, cache.nbytes_full))
+    held, full, allocated = (
+        f"{nbytes / 1e6:.1f} MB" for nbytes in (cache.nbytes_counted, cache.nbytes_counted_full, cache.nbytes)
+    )
     return (
         f"{conversation.computed} tokens of the history computed, {conversation.reused} not again, "
-        f"{conversation.dropped} dropped; {held} of keys and values, of {full} in a full cache"
+        f"{conversation.dropped} dropped; {held} of keys and values in 16 bits, of {full} in a full cache; {allocated} "
+        "allocated"
     )

@@ -97,11 +97,9 @@ def build(options: BuildOptions) -> None:
     cache.save(options.out, force=options.force, model_name=name, **frame)
     kept = "nothing dropped yet"
     if cache.events:
-        event, keep_set = cache.events[-1], cache.keep_set
-        note_short(ids.shape[1], event.kept / event.entries)
-        left = event.nbytes_before if keep_set is None else keep_set.nbytes
-        share = f"{cache.share:.1%} of a full 16-bit cache's"
-        kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after ({share})"
+        note_short(ids.shape[1], cache.events[-1].kept / cache.events[-1].entries)
+        before, after = megabytes(cache.nbytes_counted_full), megabytes(cache.nbytes_counted)
+        kept = f"{before} of keys and values in 16 bits before, {after} after ({cache.share:.1%})"
     say(
         f"{options.out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
         f"the file has {megabytes(options.out.stat().st_size)}"
