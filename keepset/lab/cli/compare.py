@@ -41,8 +41,9 @@ BUDGETS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
 DECODING_BUDGETS = "256,128"
 _LEGEND = (
-    "of 16-bit: bytes, as a share of a full 16-bit cache's; KL: distance of predictions from the full cache's, in "
-    "nats; top-1: how often both predict the same token; prefill: time, as a share of the full cache's."
+    "MB, of 16-bit: bytes of entries, counted in 16 bits, and their share of a full cache's; KL: distance of "
+    "predictions from the full cache's, in nats; top-1: how often both predict the same token; prefill: time, as a "
+    "share of the full cache's."
 )
 _PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024, 64, 1024, 32, 64
 
@@ -276,7 +277,7 @@ def print_table(comparison: Comparison, sentence: str) -> None:
         comparison: the records.
         sentence: the conclusion; empty for none.
     """
-    from keepset.lab.report.compare import table
+    from keepset.lab.report.compare import allocated, table
 
     full, needle = comparison.full, comparison.needle
     lines = [f"{comparison.model}: {comparison.tokens} tokens of prompt, {comparison.continuation_tokens} after it."]
@@ -284,6 +285,7 @@ def print_table(comparison: Comparison, sentence: str) -> None:
         lines += [f"Asked after compression: {needle.question}", f"Full cache answers: {full['answer']}"]
     say("\n".join(lines))
     show_table(table(comparison))
+    say(f"Allocated: {allocated(comparison)}.")
     explain(_LEGEND)
     if sentence:
         say(sentence)

@@ -42,10 +42,12 @@ def test_table_is_text_without_controls(terminal: io.StringIO) -> None:
     assert sanitize(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
     assert sanitize(EVIL) == HARMLESS
     figures = dict(
-        keep=0.5, kv_bytes=1, kv_bytes_full=2, kl=0.1, nll_delta=0.0, top1=1.0, prefill_seconds=2.0,
+        keep=0.5, counted_bytes=1, kv_bytes=1, kv_bytes_full=2, kl=0.1, nll_delta=0.0, top1=1.0, prefill_seconds=2.0,
         prefill_seconds_full=1.0, select_seconds=0.1, decode_tokens_per_second=3.0, needle_found=False,
     )  # fmt: skip
-    full = dict(kv_bytes=2, nll=1.0, prefill_seconds=1.0, decode_tokens_per_second=4.0, answer=EVIL, needle_found=True)
+    full = dict(
+        counted_bytes=1, kv_bytes=2, fixed_bytes=0, nll=1.0, prefill_seconds=1.0, answer=EVIL, needle_found=True
+    )
     rows = [
         Record(f"a({EVIL})", f"a({EVIL})", figures=figures, replies=[EVIL]),
         Record(f"b({EVIL})", "b", error=f"No {EVIL}."),
