@@ -105,7 +105,7 @@ def table(rows: Sequence[LatencyRow]) -> Table:
             Column("first token", itemgetter("first_seconds"), decimals(2, " s")),
             Column("tokens/s", itemgetter("tokens_per_second"), decimals(1)),
             Column("latency", itemgetter("seconds"), decimals(2, " s"), rank=1),
-            Column("KV cache, MB", itemgetter("kv_bytes"), megabytes),
+            Column("allocated, MB", itemgetter("kv_bytes"), megabytes),
             Column("peak, MB", itemgetter("peak_bytes"), megabytes, rank=2),
         ],
     )
@@ -151,8 +151,8 @@ def conclusion(rows: Sequence[LatencyRow]) -> str:
     which = f"{row['recipe']}, a tie with {', '.join(tied_names)}," if tied_names else row["recipe"]
     return (
         f"After {longest:,} tokens {which} makes {speed} the full cache's tokens a second (more is better) and holds "
-        f"{row['kv_bytes'] / full['kv_bytes']:.0%} of its bytes; the first token takes {first} as long (less is "
-        f"better). Ranges are over {rounds} rounds; one that holds 1 is a tie."
+        f"{row['kv_bytes'] / full['kv_bytes']:.0%} of its bytes, room for later tokens included; the first token "
+        f"takes {first} as long (less is better). Ranges are over {rounds} rounds; one that holds 1 is a tie."
     )
 
 
