@@ -302,9 +302,10 @@ class LocatedBudget(Budget):
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> str:
-    if 2 <= value <= 100:
+    # A percentage may be meant. As such smaller numbers would leave almost nothing, and nobody means that.
+    if 5 <= value <= 100:
         allowed = allowed[0].upper() + allowed[1:]
-        return f"{name}={value!r} is out of range; did you mean {name}={value / 100:g}? {allowed}."
+        return f"{name}={value!r} is out of range; did you mean {name}={float(value / 100)}? {allowed}."
     return f"{name}={value!r} is out of range: {allowed}."
 
 

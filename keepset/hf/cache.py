@@ -180,11 +180,10 @@ class Cache(ObservedCache):
         stores = [layer.store for layer in self.managed_layers.values() if layer.store is not None]
         heads = sum(store.kv_heads * store.batch for store in stores)
         mean_entries = sum(store.entries for store in stores) / max(heads, 1)
-        nbytes, workspace_mb = self.nbytes_entries, f"{(self.nbytes - self.nbytes_entries) / 1e6:.1f}"
-        share = f"{nbytes / 1e6:.1f} MB of {self.nbytes_full / 1e6:.1f}"
-        fixed = f", {self.nbytes_fixed / 1e6:.1f} MB of both in windows and states" if self.nbytes_fixed else ""
-        room = "" if workspace_mb == "0.0" else f", {workspace_mb} MB more for what comes"
-        return f"Cache({self.recipe}: {mean_entries:.0f} of {self.progress.logical} tokens, {share}{fixed}{room})"
+        counted = f"{self.nbytes_counted / 1e6:.1f} MB of {self.nbytes_counted_full / 1e6:.1f} in 16 bits"
+        fixed = f", {self.nbytes_fixed / 1e6:.1f} of them in windows and states" if self.nbytes_fixed else ""
+        allocated = f"{self.nbytes / 1e6:.1f} MB allocated{fixed}"
+        return f"Cache({self.recipe}: {mean_entries:.0f} of {self.progress.logical} tokens, {counted}; {allocated})"
 
     @property
     def nbytes_entries(self) -> int:
@@ -204,20 +203,31 @@ class Cache(ObservedCache):
         return total
 
     @property
-    def share(self) -> float:
-        """Bytes of the present entries, as a share of a full 16-bit cache of all tokens so far.
+    def nbytes_counted(self) -> int:
+        """Bytes of the present entries as `Budget.bytes` counts them.
 
-        Entries are counted as `Budget.bytes` counts them, whatever the model's type; layers that keepset leaves alone
-        are not counted.
+        That is in 16 bits, whatever the model's type, and without layers that keepset leaves alone.
         """
-        kept_bytes, full, traits = 0, 0, self.recipe.method.traits
+        total, traits = 0, self.recipe.method.traits
         for layer in self.managed_layers.values():
-            if layer.store is not None and self.progress is not None:
+            if layer.store is not None:
                 sizes = layer.store.heads.sizes
                 twice = 0 if layer.store.residual is None else layer.store.residual.entries
-                kept_bytes += layer.store.entries * traits.entry_bytes(*sizes) + twice * traits.layer_bytes(*sizes)
-                full += layer.store.kv_heads * sum(self.progress.tokens) * FULL_BYTES * sum(sizes)
-        return kept_bytes / full if full else 1.0
+                total += layer.store.entries * traits.entry_bytes(*sizes) + twice * traits.layer_bytes(*sizes)
+        return total
+
+    @property
+    def nbytes_counted_full(self) -> int:
+        """Bytes of a full 16-bit cache of all tokens so far, counted alike."""
+        tokens = 0 if self.progress is None else sum(self.progress.tokens)
+        stores = [layer.store for layer in self.managed_layers.values() if layer.store is not None]
+        return sum(store.kv_heads * tokens * FULL_BYTES * sum(store.heads.sizes) for store in stores)
+
+    @property
+    def share(self) -> float:
+        """`nbytes_counted` as a share of `nbytes_counted_full`; 1.0 of an empty cache."""
+        full = self.nbytes_counted_full
+        return self.nbytes_counted / full if full else 1.0
 
     @property
     def keep_set(self) -> KeepSet | None:

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.budget import TEXT
+from keepset.core.traits import FULL_BYTES
 from keepset.hf.cache import Cache
 from keepset.hf.conversation import Conversation
 from keepset.hf.other_layers import is_bounded, nbytes_of
@@ -147,8 +148,17 @@ def dynamic_nbytes(cache: DynamicCache) -> int:
 
 def growing_nbytes(cache: DynamicCache) -> int:
     """Return the bytes of a plain cache of transformers in the layers that grow with the text."""
-    growing = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and not is_bounded(layer))
-    return sum(tensor.nbytes for layer in growing for tensor in (layer.keys, layer.values) if tensor is not None)
+    return sum(tensor.nbytes for tensor in _growing(cache))
+
+
+def counted_nbytes(cache: DynamicCache) -> int:
+    """Return the bytes of a plain cache as `Cache.nbytes_counted_full` counts them: entries alone, in 16 bits."""
+    return sum(tensor.numel() for tensor in _growing(cache)) * FULL_BYTES
+
+
+def _growing(cache: DynamicCache) -> list[torch.Tensor]:
+    layers = [layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and not is_bounded(layer)]
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -159,8 +169,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def chat_status(conversation: Conversation) -> str:
     """Return what the newest turn of a conversation has computed, and what its cache holds, for a person."""
     cache = conversation.cache
-    held, full = (f"{nbytes / 1e6:.1f} MB" for nbytes in (cache.nbytes_entries, cache.nbytes_full))
+    held, full, allocated = (
+        f"{nbytes / 1e6:.1f} MB" for nbytes in (cache.nbytes_counted, cache.nbytes_counted_full, cache.nbytes)
+    )
     return (
         f"{conversation.computed} tokens of the history computed, {conversation.reused} not again, "
-        f"{conversation.dropped} dropped; {held} of keys and values, of {full} in a full cache"
+        f"{conversation.dropped} dropped; {held} of keys and values in 16 bits, of {full} in a full cache; {allocated} "
+        "allocated"
     )

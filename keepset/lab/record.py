@@ -14,7 +14,8 @@ FIGURES = {
     "keep": "fraction of the context's entries that stayed; while decoding, of all tokens at the end",
     "share": "bytes of the entries that are held, of a full 16-bit cache's, as `Budget.bytes` counts them; while "
     "decoding, at the moment of kv_bytes",
-    "kv_bytes": "bytes of keys and values after compression; while decoding, the most after any token",
+    "counted_bytes": "bytes of the entries that are held, counted as `share` counts them",
+    "kv_bytes": "bytes allocated for keys and values after compression; while decoding, the most after any token",
     "kv_bytes_full": "bytes of the full cache at the same moment",
     "computed": "tokens of a conversation that were computed before its questions, summaries of it included",
     "tokens": "generated tokens",

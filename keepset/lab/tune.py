@@ -253,7 +253,16 @@ class Tuner:
 
 
 def _row(entry: TunedRecipe, *, alive: bool) -> dict[str, Any]:
-    names = ("top1", "keep", "share", "kv_bytes", "kv_bytes_full", "prefill_seconds", "prefill_seconds_full")
+    names = (
+        "top1",
+        "keep",
+        "share",
+        "counted_bytes",
+        "kv_bytes",
+        "kv_bytes_full",
+        "prefill_seconds",
+        "prefill_seconds_full",
+    )
     assert entry.kl is not None
     kl = {"mean": entry.kl.value, "low": entry.kl.low, "high": entry.kl.high}
     means = {name: entry.mean(name) for name in names}

@@ -201,7 +201,7 @@ def check_save(limit: int | None, name: str, objection: str = "") -> None:
         KeepsetError: it cannot be saved.
     """
     if limit is None:
-        raise KeepsetError("This server saves no contexts: start it with --save-bytes.")
+        raise KeepsetError("This server saves no contexts: start it with --contexts and --save-bytes.")
     if not _NAME.fullmatch(name):
         raise KeepsetError(
             f"A context cannot be saved as {name!r:.80}: use up to 100 letters, digits, _, - and dots, a letter or a "

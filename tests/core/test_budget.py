@@ -181,7 +181,10 @@ def test_images_that_nobody_knows_of() -> None:
         ("sinks=-1", [dict(sinks=-1)]),
         ("sinks=1.0", [dict(sinks=1.0)]),
         ("recent=", [dict(recent=True), dict(recent=None)]),
-        ("is out of range; did you mean bytes=0.03? Use a share of the bytes", [dict(bytes=3), dict(bytes=3.0)]),
+        ("is out of range; did you mean bytes=0.05? Use a share of the bytes", [dict(bytes=5), dict(bytes=5.0)]),
+        ("is out of range: use a share of the bytes", [dict(bytes=2), dict(bytes=4.9), dict(bytes=101)]),
+        # keep=1 would be one entry.
+        ("is out of range; did you mean keep=1.0? Use a fraction", [dict(keep=100.0)]),
         ("is out of range; did you mean keep=0.25? Use a fraction", [dict(keep=25.0)]),
         ("such as 512.", [dict(keep=250.0), dict(keep=1.5)]),
         ("short=-1 is not a number of tokens", [dict(short=-1)]),

@@ -33,7 +33,7 @@ def test_a_cache_that_drops_nothing_says_the_models_tokens(gemma: Gemma) -> None
     assert prompt["input_ids"].shape[1] > 512
     # Three of eighteen layers hold all of the text; the others hold their windows, which the cache says.
     assert cache.nbytes_fixed / cache.nbytes > 0.75
-    assert f"{cache.nbytes_fixed / 1e6:.1f} MB of both in windows and states" in str(cache)
+    assert f" MB allocated, {cache.nbytes_fixed / 1e6:.1f} of them in windows and states)" in str(cache)
 
 
 def test_the_default_recipe_finds_the_facts_that_the_full_cache_finds(gemma: Gemma) -> None:

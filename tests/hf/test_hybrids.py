@@ -89,7 +89,7 @@ def test_bytes_of_states_are_counted() -> None:
         sum(layer.store.nbytes for layer in past.managed_layers.values()),
     )
     assert past.nbytes == entries + fixed == past.nbytes_fixed + entries
-    assert f", {fixed / 1e6:.1f} MB of both in windows and states" in repr(past)
+    assert f" MB allocated, {fixed / 1e6:.1f} of them in windows and states)" in repr(past)
     generate(model, ids, whole, max_new_tokens=1)
     assert past.nbytes_full == dynamic_nbytes(whole) == growing_nbytes(whole) + fixed
     session = PromptSession(model, ids)

@@ -383,7 +383,9 @@ def test_a_cache_tells_what_it_holds(keep: float, every: str, length: int, then:
     entries_nbytes = kept * (entry + 4 * heads)  # with positions
     workspace = cache.nbytes - entries_nbytes
     assert cache.nbytes_full == tokens * entry
-    room = f", {workspace / 1e6:.1f} MB more for what comes" if then else ""
     assert (workspace >= 50_000) is bool(then) and (workspace == 0) is not bool(then)
-    sizes = f"{entries_nbytes / 1e6:.1f} MB of {tokens * entry / 1e6:.1f}{room}"
+    # The model has 32 bits; the share is of 16.
+    counted, full = kept * (entry // 2 + 4 * heads), tokens * entry // 2
+    assert cache.share == counted / full
+    sizes = f"{counted / 1e6:.1f} MB of {full / 1e6:.1f} in 16 bits; {cache.nbytes / 1e6:.1f} MB allocated"
     assert repr(cache) == f"Cache({recipe}: {kept} of {tokens} tokens, {sizes})"

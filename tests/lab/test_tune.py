@@ -203,7 +203,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 yield Record(str(recipe), "", error=f"{recipe} is not wanted.")
                 continue
             kl, seconds = (*row, 1.0)[:2]
-            figures = {"kl": kl * (1 + number), "top1": 0.5, "keep": 0.3, "kv_bytes": 30, "kv_bytes_full": 100}
+            figures = {
+                "kl": kl * (1 + number),
+                "top1": 0.5,
+                "keep": 0.3,
+                "kv_bytes": 30,
+                "kv_bytes_full": 100,
+                "counted_bytes": 15,
+            }
             figures |= {"share": 0.3, "prefill_seconds": seconds, "prefill_seconds_full": 1.0}
             yield Record(str(recipe), "", figures=figures)
 

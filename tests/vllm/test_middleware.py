@@ -548,7 +548,7 @@ def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: 
             {"context": "goes on"},
             "its requests are compressed further, for which the server's recipe must have its method",
         ),
-        ({"save": "a"}, "This server saves no contexts: start it with --save-bytes."),
+        ({"save": "a"}, "This server saves no contexts: start it with --contexts and --save-bytes."),
         ({"protect": [[3, 2]]}, "compresses no prompts"),
         (None, "keepset is None: give"),
     ],

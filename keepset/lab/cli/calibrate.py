@@ -111,12 +111,14 @@ def calibrate(options: CalibrateOptions) -> None:
         def on_step() -> None:
             fit_line()()
 
-        statistics = measure(loaded, corpus, counted(bar, "passages", len(corpus.passages)))
+        foretells = not (options.gate_steps or options.teacher)
+        on_passage = counted(bar, "passages", len(corpus.passages), foretells=foretells)
+        statistics = measure(loaded, corpus, on_passage)
         measuring = time.monotonic() - began
         for path, artefact in artefacts.items():
             statistics = with_artefact(statistics, artefact, path.name)
         if options.gate_steps and not statistics.retrieval:
-            advance = counted(bar, "gates", options.gate_steps)
+            advance = counted(bar, "gates", options.gate_steps, foretells=not options.teacher)
             statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=options.gate_steps, on_step=advance)
         if options.teacher:  # after the gates, which say where old facts are found
             passages = len(corpus.passages)
@@ -131,7 +133,7 @@ def calibrate(options: CalibrateOptions) -> None:
                 corpus,
                 options.teacher,
                 folder=unfinished,
-                on_passage=counted(bar, "teacher", passages),
+                on_passage=counted(bar, "teacher", passages, foretells=False),
                 on_step=on_step,
             )
     save(statistics, options.out)

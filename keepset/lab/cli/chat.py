@@ -105,6 +105,5 @@ def _answer(
     length = len(tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=True, return_dict=False))
     check_fits_context(model, length, sampling.tokens)
     options = {**sampling.options, "logits_processor": LogitsProcessorList([Checked()])}
-    answer = conversation.say(history, streamer=Streamer(tokenizer), **options)
-    print(flush=True)
-    return answer
+    with Streamer(tokenizer) as streamer:
+        return conversation.say(history, streamer=streamer, **options)

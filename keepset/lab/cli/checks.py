@@ -224,8 +224,8 @@ def note_few_entries(budgets: Iterable[Budget]) -> None:
     """Say what a small whole number means, since a percentage may be meant."""
     for number in [budget.keep for budget in budgets if isinstance(budget.keep, int) and budget.keep < _FEW]:
         entries = "one entry" if number == 1 else f"{number} entries"
-        percent = "all bytes are 1.0" if number == 1 else f"{number} % of the bytes are {number / 100:g}"
-        note(f"The budget {number} is {entries} of every head; {percent}.")
+        percent = "did you mean 1.0, all bytes?" if number == 1 else f"{number} % of the bytes are {number / 100:g}."
+        note(f"The budget {number} is {entries} of every head; {percent}")
 
 
 def _guess(text: str) -> str:

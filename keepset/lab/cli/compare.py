@@ -41,8 +41,9 @@ BUDGETS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
 DECODING_BUDGETS = "256,128"
 _LEGEND = (
-    "of 16-bit: bytes, as a share of a full 16-bit cache's; KL: distance of predictions from the full cache's, in "
-    "nats; top-1: how often both predict the same token; prefill: time, as a share of the full cache's."
+    "MB, of 16-bit: bytes of entries, counted in 16 bits, and their share of a full cache's; KL: distance of "
+    "predictions from the full cache's, in nats; top-1: how often both predict the same token; prefill: time, as a "
+    "share of the full cache's."
 )
 _PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024, 64, 1024, 32, 64
 
@@ -132,7 +133,7 @@ def compare(options: CompareOptions) -> None:
         check_measured(loaded, (candidate.recipe for candidate in candidates))
         with progress("the full cache") as bar:
             if options.decode:
-                advance = counted(bar, "recipes", len(candidates))
+                advance = counted(bar, "recipes", len(candidates), foretells=False)  # the line of tokens does
                 comparer, ids = _decoded(loaded, task, options, len(candidates), bar)
             else:
                 name, ids = options.source.called, task.prompt
@@ -232,7 +233,7 @@ def _prefilled(
 
     layers = model.config.get_text_config().num_hidden_layers
     # The last step is what follows the prefill: what recipes look at beside it, and the full cache's answer.
-    advance = counted(bar, "full cache", layers + 1)
+    advance = counted(bar, "full cache", layers + 1, foretells=False)
     recipes = [candidate.recipe for candidate in candidates if candidate.recipe is not None]
     comparer = PromptComparer(model, tokenizer, task, name, recipes, on_layer=advance)
     bar.update(bar.task_ids[-1], completed=layers + 1)
@@ -261,7 +262,7 @@ def _decoded(
 
     text = task.continuation
     if options.generate is not None:
-        advance = counted(bar, "tokens of the full cache", options.generate)
+        advance = counted(bar, "tokens of the full cache", options.generate, foretells=False)
         ids, _ = greedy(model, DynamicCache(config=model.config), task.prompt, options.generate, advance)
         text = torch.tensor([ids], dtype=torch.long, device=task.prompt.device)
     advance = counted(bar, "tokens", text.shape[1] * (1 + recipes))
@@ -276,7 +277,7 @@ def print_table(comparison: Comparison, sentence: str) -> None:
         comparison: the records.
         sentence: the conclusion; empty for none.
     """
-    from keepset.lab.report.compare import table
+    from keepset.lab.report.compare import allocated, table
 
     full, needle = comparison.full, comparison.needle
     lines = [f"{comparison.model}: {comparison.tokens} tokens of prompt, {comparison.continuation_tokens} after it."]
@@ -284,6 +285,7 @@ def print_table(comparison: Comparison, sentence: str) -> None:
         lines += [f"Asked after compression: {needle.question}", f"Full cache answers: {full['answer']}"]
     say("\n".join(lines))
     show_table(table(comparison))
+    say(f"Allocated: {allocated(comparison)}.")
     explain(_LEGEND)
     if sentence:
         say(sentence)

@@ -230,15 +230,19 @@ def how_far(bar: Progress) -> str:
 
 
 def _left(task: Any) -> float | None:
-    """Return the seconds that a line of a bar still takes, by the mean of its steps; None before the first.
+    """Return the seconds that a line of a bar still takes, by the mean of its steps; None if that says nothing yet.
 
     Rich itself goes by the newest steps, and cells of an example come together after its prefill.
     """
     done = task.completed - task.fields.get("before", 0)
+    if not task.fields.get("foretells", True):
+        return None
     return task.elapsed / done * (task.total - task.completed) if done else None
 
 
-def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
+def counted(
+    bar: Progress, description: str, total: int, completed: int = 0, *, foretells: bool = True
+) -> Callable[..., None]:
     """Add a line to a progress bar, and return a function that advances it by a count, which is 1 by default.
 
     Args:
@@ -246,8 +250,9 @@ def counted(bar: Progress, description: str, total: int, completed: int = 0) -> 
         description: the words of the line.
         total: the count at which it is complete.
         completed: the count at which it begins.
+        foretells: whether its steps tell how much time is left: they are alike, and nothing comes after them.
     """
-    number = bar.add_task(description, total=total, completed=completed, before=completed)
+    number = bar.add_task(description, total=total, completed=completed, before=completed, foretells=foretells)
     return lambda count=1: bar.advance(number, count)
 
 
@@ -276,7 +281,8 @@ def interruptible() -> Iterator[Ending]:
 def duration(seconds: float) -> str:
     """Return a rough duration for a person."""
     if seconds < 90:
-        return f"about {seconds:.0f} seconds"
+        whole = max(1, round(seconds))
+        return f"about {whole} second{'s' * (whole > 1)}"
     return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 

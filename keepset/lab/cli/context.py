@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -37,6 +37,9 @@ from keepset.lab.embedded import EMBEDDED, Source
 from keepset.lab.images import Pictured, read_images
 from keepset.lab.texts import chat_parts, encode, read
 from keepset.models import load_processor
+
+if TYPE_CHECKING:
+    from keepset.recipe import Recipe
 
 context = group("context", "Compress a text once and ask about it many times.")
 
@@ -84,7 +87,7 @@ def build(options: BuildOptions) -> None:
     cache = Cache(loaded, parsed)
     warn_without_bos(parsed, tokenizer, ids[0].tolist())
     start = time.perf_counter()
-    with torch.no_grad(), _layers_shown(loaded):
+    with torch.no_grad(), _layers_shown(loaded, parsed):
         check_logits(loaded(ids, **prompt, past_key_values=cache, logits_to_keep=1).logits)
     seconds = time.perf_counter() - start
     # An absolute path is found again from wherever the question is asked.
@@ -94,11 +97,9 @@ def build(options: BuildOptions) -> None:
     cache.save(options.out, force=options.force, model_name=name, **frame)
     kept = "nothing dropped yet"
     if cache.events:
-        event, keep_set = cache.events[-1], cache.keep_set
-        note_short(ids.shape[1], event.kept / event.entries)
-        left = event.nbytes_before if keep_set is None else keep_set.nbytes
-        share = f"{cache.share:.1%} of a full 16-bit cache's"
-        kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after ({share})"
+        note_short(ids.shape[1], cache.events[-1].kept / cache.events[-1].entries)
+        before, after = megabytes(cache.nbytes_counted_full), megabytes(cache.nbytes_counted)
+        kept = f"{before} of keys and values in 16 bits before, {after} after ({cache.share:.1%})"
     say(
         f"{options.out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
         f"the file has {megabytes(options.out.stat().st_size)}"
@@ -161,12 +162,22 @@ def ask(
 
 
 @contextmanager
-def _layers_shown(model: Any) -> Iterator[None]:
-    """Show how many layers a forward has come through, within the block."""
+def _layers_shown(model: Any, recipe: "Recipe") -> Iterator[None]:
+    """Show how many layers a forward under a recipe has come through, within the block."""
+    from keepset.core.features.attention import SecondPass
+
     layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     with progress() as bar:
-        advance = counted(bar, "layers", len(layers))
-        handles = [layer.register_forward_hook(lambda *_: advance()) for layer in layers]
+        # Inside the last layer a second pass comes through all layers once more, or several times.
+        advance = counted(bar, "layers", len(layers), foretells=not recipe.method.traits.needs.of(SecondPass))
+
+        def on_layer(*_: object) -> None:
+            (line,) = bar.tasks
+            if line.completed == line.total:
+                bar.update(line.id, total=line.total + len(layers))
+            advance()
+
+        handles = [layer.register_forward_hook(on_layer) for layer in layers]
         try:
             yield
         finally:

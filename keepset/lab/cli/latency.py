@@ -64,7 +64,9 @@ def latency(options: LatencyOptions) -> None:
     prompts = [ids[:, :length] for length in lengths]
     timings: list[Timing] = []
     with interruptible() as ending, progress() as bar:
-        advance = counted(bar, "generations", len(lengths) * (len(parsed) + 1) * (options.rounds + 1))
+        # Longer prompts take longer, and the first round of each is short.
+        generations = len(lengths) * (len(parsed) + 1) * (options.rounds + 1)
+        advance = counted(bar, "generations", generations, foretells=False)
         for timings in measure(loaded, prompts, parsed, options.output_tokens, options.rounds):  # noqa: B007
             advance()
     rows = [timing.to_json() for timing in timings if timing.rounds or timing.error]
@@ -103,7 +105,7 @@ def table(rows: Sequence[LatencyRow]) -> Table:
             Column("first token", itemgetter("first_seconds"), decimals(2, " s")),
             Column("tokens/s", itemgetter("tokens_per_second"), decimals(1)),
             Column("latency", itemgetter("seconds"), decimals(2, " s"), rank=1),
-            Column("KV cache, MB", itemgetter("kv_bytes"), megabytes),
+            Column("allocated, MB", itemgetter("kv_bytes"), megabytes),
             Column("peak, MB", itemgetter("peak_bytes"), megabytes, rank=2),
         ],
     )
@@ -149,8 +151,8 @@ def conclusion(rows: Sequence[LatencyRow]) -> str:
     which = f"{row['recipe']}, a tie with {', '.join(tied_names)}," if tied_names else row["recipe"]
     return (
         f"After {longest:,} tokens {which} makes {speed} the full cache's tokens a second (more is better) and holds "
-        f"{row['kv_bytes'] / full['kv_bytes']:.0%} of its bytes; the first token takes {first} as long (less is "
-        f"better). Ranges are over {rounds} rounds; one that holds 1 is a tie."
+        f"{row['kv_bytes'] / full['kv_bytes']:.0%} of its bytes, room for later tokens included; the first token "
+        f"takes {first} as long (less is better). Ranges are over {rounds} rounds; one that holds 1 is a tie."
     )
 
 

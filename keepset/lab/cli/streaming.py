@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from keepset.errors import KeepsetError
 from keepset.lab.cli.checks import check_least, check_whole
@@ -58,14 +58,16 @@ def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampl
     from keepset.lab.generation import Checked
     from keepset.lab.memory import dynamic_nbytes
 
-    streamer = Streamer(tokenizer)
     torch.manual_seed(sampling.seed)
     start = time.perf_counter()
     options = {**sampling.options, "logits_processor": LogitsProcessorList([Checked()])}
-    with torch.no_grad(), beating(lambda: "reading the prompt" if streamer.first is None else ""):
+    with (
+        Streamer(tokenizer) as streamer,
+        torch.no_grad(),
+        beating(lambda: "reading the prompt" if streamer.first is None else ""),
+    ):
         model.generate(**inputs, past_key_values=cache, streamer=streamer, **options)
     stop = time.perf_counter()
-    print(flush=True)
     nbytes = cache.nbytes if hasattr(cache, "nbytes") else dynamic_nbytes(cache)
     first, count = streamer.first or stop, len(streamer.ids)
     speed = (count - 1) / (stop - first) if count > 1 else float("nan")
@@ -78,7 +80,14 @@ def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampl
 
 
 class Streamer(TextStreamer):
-    """Prints text as soon as it can be decoded."""
+    """Prints text as soon as it can be decoded. The end of the block ends its line, also where Ctrl-C cuts it short."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, lambda text: print(sanitize(text), end="", flush=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ids:
+            print(flush=True)

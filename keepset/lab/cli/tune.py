@@ -99,7 +99,7 @@ def table(result: dict[str, Any]) -> Table:
     """Return the figures of all recipes, the best first, then those that have none."""
     columns = [
         Column("pieces", lambda row: row["pieces"], rank=3),
-        Column("MB", lambda row: row["kv_bytes"], megabytes, rank=2),
+        Column("MB", lambda row: row["counted_bytes"], megabytes, rank=2),
         Column("of 16-bit", lambda row: row["share"], percent),
         Column("KL", lambda row: row["kl"]["mean"], _NATS),
         Column("95 %", _ends, rank=1),

@@ -180,6 +180,7 @@ def fidelity(
     return {
         "keep": event.kept / event.entries,
         "share": share,
+        "counted_bytes": prompt.cache.nbytes_counted,
         "kv_bytes": nbytes,
         "kv_bytes_full": prompt.kv_bytes_full,
         **kl_figures(kl(reference, logits)),

@@ -21,7 +21,7 @@ from keepset.kernels.packed import SLACK
 from keepset.lab.compare.comparison import Comparer, Comparison, check_predictions, kl, kl_figures, mean, nll
 from keepset.lab.compare.text_task import ANSWER_TOKENS
 from keepset.lab.generation import greedy
-from keepset.lab.memory import dynamic_nbytes, growing_nbytes
+from keepset.lab.memory import counted_nbytes, dynamic_nbytes, growing_nbytes
 from keepset.lab.record import Record
 from keepset.recipe import Recipe
 
@@ -93,12 +93,15 @@ class DecodeComparer(Comparer):
         grows = growing_nbytes(full)
         fixed, per_token = dynamic_nbytes(full) - grows, grows / (before + n)
         self._full = replace(self._full, nbytes=[round(fixed + per_token * (before + i)) for i in range(1, n + 1)])
+        self._counted_bytes = counted_nbytes(full) / (before + n)  # a token
         self.comparison = Comparison(
             model=name,
             tokens=before,
             continuation_tokens=n,
             full={
+                "counted_bytes": round(self._counted_bytes * fmean(range(before + 1, before + n + 1))),
                 "kv_bytes": round(fmean(self._full.nbytes)),
+                "fixed_bytes": fixed,
                 "kv_bytes_peak": max(self._full.nbytes),
                 "nll": mean(nll(self._full.logits, text[0])),
                 "prefill_seconds": self._full.prefill_seconds,
@@ -126,6 +129,7 @@ class DecodeComparer(Comparer):
         figures = {
             "keep": float(kept.double().mean()),
             "share": fmean(run.tokens[counted]) / fmean(range(self._prompt.shape[1] + first + 1, self._length + 1)),
+            "counted_bytes": round(fmean(run.tokens[counted]) * self._counted_bytes),
             "kv_bytes": round(fmean(run.nbytes[counted])),
             "kv_bytes_peak": max(run.nbytes[counted]),
             "kv_bytes_full": round(fmean(full.nbytes[counted])),

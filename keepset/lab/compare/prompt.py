@@ -52,7 +52,9 @@ class PromptComparer(Comparer):
             needle=task.needle,
             grids=task.grids,
             full={
+                "counted_bytes": full.cache.nbytes_counted_full,
                 "kv_bytes": full.kv_bytes_full,
+                "fixed_bytes": full.cache.nbytes_fixed,
                 "nll": mean(nll(self._reference, self._continuation[0])),
                 "prefill_seconds": full.prefill_seconds_full,
                 "decode_tokens_per_second": speed,

@@ -74,6 +74,7 @@ def full_record(comparison: Comparison) -> Record:
     figures = {
         "keep": 1.0,
         "share": 1.0,
+        "counted_bytes": full["counted_bytes"],
         "kv_bytes": nbytes,
         "kv_bytes_full": nbytes,
         "kl": 0.0,
@@ -86,15 +87,26 @@ def full_record(comparison: Comparison) -> Record:
     return Record(FULL, FULL, figures=figures, replies=[full["answer"]] if "answer" in full else [])
 
 
+def allocated(comparison: Comparison) -> str:
+    """Return what is allocated for the full cache and under recipes, and what of it layers hold that none changes."""
+    full = comparison.full
+    recipes = [record.figures["kv_bytes"] for record in comparison.rows if record.error is None]
+    ends = dict.fromkeys(megabytes(nbytes) for nbytes in (min(recipes), max(recipes))) if recipes else {}
+    under = f", {' to '.join(ends)} MB under recipes" if ends else ""
+    fixed = f", {megabytes(full['fixed_bytes'])} MB of each in windows and states" if full["fixed_bytes"] else ""
+    return f"{megabytes(full['kv_bytes'])} MB for the full cache{under}{fixed}"
+
+
 def _figure(name: str) -> Callable[[Record], float | None]:
     return lambda record: record.figures.get(name)
 
 
 _COLUMNS = [
     Column("kept", _figure("keep"), percent, "entries", page_only=True),
-    Column("MB", _figure("kv_bytes"), megabytes, rank=1),
+    Column("MB", _figure("counted_bytes"), megabytes, "in 16 bits", rank=1),
     Column("of 16-bit", _figure("share"), percent, "full cache"),
-    Column("peak MB", _figure("kv_bytes_peak"), megabytes, rank=2),
+    Column("allocated", _figure("kv_bytes"), megabytes, "MB", page_only=True),
+    Column("peak MB", _figure("kv_bytes_peak"), megabytes, "allocated", rank=2),
     Column("KL", _figure("kl"), decimals(3), "nats"),
     Column("NLL delta", _figure("nll_delta"), "{:+.4f}".format, "nats", page_only=True),
     Column("top-1", _figure("top1"), whole_percent),
@@ -155,7 +167,11 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
         lead=_lead(comparison),
         facts=[
             ("Recipes", f"{len(rows)}, of which {failed} failed" if failed else str(len(rows))),
-            ("Full KV cache: mean" if decoding else "Full KV cache", f"{megabytes(full['kv_bytes'])} MB"),
+            (
+                "Full KV cache: mean" if decoding else "Full KV cache",
+                f"{megabytes(full['counted_bytes'])} MB in 16 bits",
+            ),
+            ("Allocated", allocated(comparison)),
             ("Full cache: prefill", f"{seconds(full['prefill_seconds'])} s"),
             ("Full cache: NLL", f"{full['nll']:.4f} nats/token"),
             *needle_facts,
@@ -206,7 +222,7 @@ def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]
         is_hollow = is_log and value <= 0
         hover = (
             f"{plot.wrapped(record.recipe)}<br>{metric.name} {metric.show(value)}<br>{percent(share)} of a full "
-            f"16-bit cache, {megabytes(record.figures['kv_bytes'])} MB"
+            f"16-bit cache, {megabytes(record.figures['counted_bytes'])} MB"
         )
         return plot.Point(share, floor if is_hollow else value, hover, is_hollow=is_hollow)
 

@@ -13,8 +13,8 @@ function shade() {
 }
 
 function costs(side) {
-  const { bytes: size, read, answer, answered, kept, share } = told[side];
-  const parts = [megabytes(size), `read in ${seconds(read)}`];
+  const { bytes: size, allocated, read, answer, answered, kept, share } = told[side];
+  const parts = [`${megabytes(size)} in 16 bits`, `${megabytes(allocated)} allocated`, `read in ${seconds(read)}`];
   if (kept !== undefined) parts.unshift(`${percent(share)} of a full 16-bit cache’s bytes`, `${percent(kept)} of the entries`);
   if (answered) parts.push(`${answered} tokens in ${seconds(answer)}`);
   id(`${side}-cost`).textContent = parts.join(" · ");

@@ -24,7 +24,7 @@ from keepset.hf.model_support import check_logits
 from keepset.hf.recipe_notes import what_stays
 from keepset.lab.generation import Checked, end_tokens
 from keepset.lab.images import Pictured, decode_image, image_chat_parts, image_grids
-from keepset.lab.memory import chat_status, dynamic_nbytes
+from keepset.lab.memory import chat_status, counted_nbytes, dynamic_nbytes
 from keepset.lab.texts import TextStreamer, chat_parts, token_texts
 from keepset.models import context_length
 from keepset.recipe import Recipe
@@ -185,13 +185,14 @@ class Playground:
         send({"tokens": tokens, "grids": grids, **self._lines(request, recipe)})
         full = DynamicCache(config=self._model.config)
         full_seconds = self._read(prompt, full)
-        send({"full": {"bytes": dynamic_nbytes(full), "read": full_seconds}})
+        send({"full": {"bytes": counted_nbytes(full), "allocated": dynamic_nbytes(full), "read": full_seconds}})
         try:
             seconds = self._read(prompt, shading.cache)
         finally:
             shading.cache.stop_watching()
-        figures = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
-        send({"compressed": figures})
+        cache = shading.cache
+        figures = {"bytes": cache.nbytes_counted, "allocated": cache.nbytes, "share": cache.share}
+        send({"compressed": {**figures, "read": seconds, "kept": shading.share}})
         if (sentence := what_stays(recipe, self._model, ids.shape[1])) is not None:
             send({"note": sentence})
         elif length < SHORT and shading.share < 1:

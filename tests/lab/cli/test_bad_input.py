@@ -125,7 +125,7 @@ REFUSED = [
     ("eval needle --prompt-tokens 0", "are no lengths in tokens"),
     ("eval needle --budgets half", "The budget 'half' is not a number"),
     ("eval needle --budgets 30%", "The budget '30%' is not a number; did you mean 0.3? Use a share"),
-    ("eval needle --budgets 3.0", "is out of range; did you mean bytes=0.03? Use a share"),
+    ("eval needle --budgets 30.0", "is out of range; did you mean bytes=0.3? Use a share"),
     ("generate Hello --recipe snapkv(bytes=25)", "is out of range; did you mean bytes=0.25? Use a share"),
     ("eval needle --recipes snapvk", "There is no method 'snapvk'; did you mean 'snapkv'?"),
     ("eval needle --recipes ''", "is no list of recipes"),

@@ -11,8 +11,8 @@ from tests.lab.cli.conftest import Run, check_refused
 
 WHOLE = "streaming_llm(keep=1.0, turns=True)"
 STATUS = re.compile(
-    r"(\d+) tokens of the history computed, (\d+) not again, (\d+) dropped; ([\d.]+) MB of keys and values, of "
-    r"([\d.]+) MB in a full cache"
+    r"(\d+) tokens of the history computed, (\d+) not again, (\d+) dropped; ([\d.]+) MB of keys and values in 16 "
+    r"bits, of ([\d.]+) MB in a full cache; [\d.]+ MB allocated"
 )
 
 
@@ -50,7 +50,7 @@ def test_a_chat_answers_as_the_model_does_and_says_what_it_computed(run: Run, ti
 
 
 def test_a_share_of_a_chat_stays(run: Run, tiny: Any, say: Any) -> None:
-    say(*("Tell me more about it, and do not stop before all was said. " * 4 for _ in range(4)))
+    say(*("Tell me more about it, and do not stop before all was said. " * 28 for _ in range(4)))
     done = run("chat", "--recipe", "snapkv(window=8, bytes=0.25, turns=True)", "--output-tokens", "4")
     assert done.code == 0
     *_, held, full = map(float, STATUS.findall(done.err)[-1])

@@ -24,11 +24,23 @@ COMPARE = (
 CANONICAL = [
     recipe[:-1] + f", {budget})" if "(" in recipe else f"{recipe}({budget})" for recipe in RECIPES for budget in BUDGETS
 ]
-ROW = {"recipe", "method", "requested", "keep", "share", "kv_bytes", "kv_bytes_full", "kl", "kl_low", "kl_high"} | {
+ROW = {
+    "recipe",
+    "method",
+    "requested",
+    "keep",
+    "share",
+    "counted_bytes",
+    "kv_bytes",
+    "kv_bytes_full",
+    "kl",
+    "kl_low",
+    "kl_high",
+} | {
     *("nll_delta", "top1"),
     *("prefill_seconds", "prefill_seconds_full", "select_seconds", "decode_tokens_per_second"),
 }
-FULL = {"kv_bytes", "nll", "prefill_seconds", "decode_tokens_per_second"}
+FULL = {"counted_bytes", "kv_bytes", "fixed_bytes", "nll", "prefill_seconds", "decode_tokens_per_second"}
 ASKED = {"answer", "needle_found"}
 
 KEYS_AND_VALUES = 2 * 2 * 8 * 2 * 4
@@ -60,7 +72,7 @@ def test_figures_page_and_table(run: Run) -> None:
     assert comparison["needle"] is None
     full, rows = comparison["full"], comparison["rows"]
     assert set(full) == FULL
-    assert full["kv_bytes"] == 200 * KEYS_AND_VALUES
+    assert full["kv_bytes"] == 200 * KEYS_AND_VALUES == 2 * full["counted_bytes"] and full["fixed_bytes"] == 0
     assert full["nll"] > 0 and full["prefill_seconds"] > 0 and full["decode_tokens_per_second"] > 0
 
     assert [row["recipe"] for row in rows] == CANONICAL
@@ -71,6 +83,7 @@ def test_figures_page_and_table(run: Run) -> None:
         entry = 24 if "quantized" in row["recipe"] else 36
         kept = 20 if budget == "keep=20" else 200 * 32 // (2 * entry)
         assert row["share"] == kept * entry / (200 * 32) <= 0.5
+        assert row["counted_bytes"] == 4 * kept * entry
         assert row["keep"] == kept / 200
         assert row["kv_bytes_full"] == full["kv_bytes"]
         # In 8 bits a quarter, and two scales in each of four heads.
@@ -82,17 +95,21 @@ def test_figures_page_and_table(run: Run) -> None:
         assert row["decode_tokens_per_second"] > 0
         assert str(keepset.Recipe.parse(row["recipe"])) == row["recipe"]
     # The best first under each budget, and a conclusion.
-    first, header, full_cache, *lines, last = done.out.splitlines()
+    first, header, full_cache, *lines, allocated, last = done.out.splitlines()
     assert first == "SmolLM2-135M-Instruct: 200 tokens of prompt, 16 after it."
     assert header.split() == ["recipe", "MB", "of", "16-bit", "KL", "top-1", "prefill"]
-    assert full_cache.split() == ["full", "cache", "0.1", "100.0%", "0.000", "100%", "x1.00"]
+    assert full_cache.split() == ["full", "cache", "0.026", "100.0%", "0.000", "100%", "x1.00"]
     assert [lines[0].strip(), lines[4].strip()] == BUDGETS
     for budget, shown in zip(BUDGETS, (lines[1:4], lines[5:]), strict=True):
         order = sorted((row for row in comparison["rows"] if row["requested"] == budget), key=lambda row: row["kl"])
         assert all(line.strip().startswith(f"{row['method']} ") for line, row in zip(shown, order, strict=True))
         assert [line.split()[-3] for line in shown] == [f"{row['kl']:.3f}" for row in order]
         shares = [f"{row['share']:.1%}" for row in order]
+        assert [line.split()[-5] for line in shown] == [f"{row['counted_bytes'] / 1e6:.2g}" for row in order]
         assert [line.split()[-4] for line in shown] == shares
+    most = max(row["kv_bytes"] for row in rows) / 1e6
+    assert allocated.startswith("Allocated: 0.1 MB for the full cache, ")
+    assert allocated.endswith(f" to {most:.2g} MB under recipes.") or most >= 0.05
     assert last == "Nothing can be concluded from a text of 200 tokens: give one of at least 256."
 
 
@@ -155,11 +172,14 @@ def test_decode_figures_table_and_page(run: Run, monkeypatch: pytest.MonkeyPatch
     assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 60, 32)
     assert set(comparison["full"]) == FULL | {"kv_bytes_peak"}
     assert comparison["full"]["kv_bytes_peak"] == 160 * KEYS_AND_VALUES
+    # The mean over 60 tokens, of which the last is the 160th.
+    assert comparison["full"]["counted_bytes"] == 130.5 * KEYS_AND_VALUES / 2
     recipes = ["tova(keep=20, every=16)", "tova(keep=40, every=16)", "knorm(keep=30, every=7)"]
     assert [row["recipe"] for row in comparison["rows"]] == recipes
     for row, keep, every in zip(comparison["rows"], (20, 40, 30), (16, 16, 7), strict=True):
         assert set(row) == ROW | {"kv_bytes_peak", "kl_drift"}
         assert row["keep"] == (keep + 60 % every) / 160
+        assert keep * 4 * 36 <= row["counted_bytes"] < (keep + every) * 4 * 36
         assert row["kv_bytes"] <= row["kv_bytes_peak"] < (keep + every + 64) * (KEYS_AND_VALUES + POSITIONS)
         assert row["kv_bytes_full"] == comparison["full"]["kv_bytes"]
         assert len(row["kl_drift"]) == 2 and min(row["kl_drift"]) > 1e-6
@@ -211,7 +231,7 @@ def test_what_is_done_is_there_after_an_interrupt(run: Run) -> None:
     done = run(*words, "--html", "page.html", "--json", "figures")
     assert done.code == 130 and done.err.endswith("interrupted after 1 of 6 rows: nothing is concluded\n")
     assert [row["recipe"] for row in figures()["rows"]] == CANONICAL[:1] and figures()["conclusion"] == ""
-    *_, budget, row = done.out.splitlines()
+    *_, budget, row, _ = done.out.splitlines()
     assert budget.strip() == BUDGETS[0] and row.split()[0] == "tova"
     page = Path("page.html").read_text(encoding="utf-8")
     assert CANONICAL[0] in page and CANONICAL[1] not in page
@@ -219,8 +239,11 @@ def test_what_is_done_is_there_after_an_interrupt(run: Run) -> None:
 
 def test_a_small_budget_may_be_meant_as_a_percentage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    done = run(*COMPARE, "--budgets", "0.5,3")
-    assert done.err.splitlines()[0] == "The budget 3 is 3 entries of every head; 3 % of the bytes are 0.03."
+    done = run(*COMPARE, "--budgets", "0.5,3,1")
+    assert done.err.splitlines()[:2] == [
+        "The budget 3 is 3 entries of every head; 3 % of the bytes are 0.03.",
+        "The budget 1 is one entry of every head; did you mean 1.0, all bytes?",
+    ]
 
 
 @pytest.mark.parametrize("where", [(CachedPrompt, "follow"), (PromptComparer, "_measure")])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from keepset.lab import embedded
 from keepset.lab.cli import checks, console
@@ -41,10 +42,12 @@ def test_table_is_text_without_controls(terminal: io.StringIO) -> None:
     assert sanitize(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
     assert sanitize(EVIL) == HARMLESS
     figures = dict(
-        keep=0.5, kv_bytes=1, kv_bytes_full=2, kl=0.1, nll_delta=0.0, top1=1.0, prefill_seconds=2.0,
+        keep=0.5, counted_bytes=1, kv_bytes=1, kv_bytes_full=2, kl=0.1, nll_delta=0.0, top1=1.0, prefill_seconds=2.0,
         prefill_seconds_full=1.0, select_seconds=0.1, decode_tokens_per_second=3.0, needle_found=False,
     )  # fmt: skip
-    full = dict(kv_bytes=2, nll=1.0, prefill_seconds=1.0, decode_tokens_per_second=4.0, answer=EVIL, needle_found=True)
+    full = dict(
+        counted_bytes=1, kv_bytes=2, fixed_bytes=0, nll=1.0, prefill_seconds=1.0, answer=EVIL, needle_found=True
+    )
     rows = [
         Record(f"a({EVIL})", f"a({EVIL})", figures=figures, replies=[EVIL]),
         Record(f"b({EVIL})", "b", error=f"No {EVIL}."),
@@ -147,6 +150,64 @@ def test_how_far_a_bar_has_come() -> None:
         assert console.how_far(bar) == "documents: 6 of 20, about 4 minutes left"
         step(2)
         assert console.how_far(bar) == "documents: 8 of 20, about 2 minutes left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.2, "about 1 second"), (1.4, "about 1 second"), (1.6, "about 2 seconds"), (89, "about 89 seconds"),
+        (89.9, "about 90 seconds"), (90, "about 2 minutes"), (5400, "about 1.5 hours"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_its_plural(seconds: float, said: str) -> None:
+    assert console.duration(seconds) == said
+
+
+SHORT = ("compare", "--text", "text", "--prompt-tokens", "80", "--recipes", "knorm, tova")
+
+
+@pytest.mark.parametrize(
+    ("command", "foretells", "without"),
+    [
+        (("context", "build", "--text", "text", "--out", "saved", "--recipe", "knorm(keep=0.5)"), {"layers"}, set()),
+        # The layers run again inside the last one, and their number is the whole truth of it.
+        (("context", "build", "--text", "text", "--out", "saved", "--recipe", "kvzip(keep=0.5)"), set(), {"layers"}),
+        ((*SHORT, "--continuation", "8", "--budgets", "0.5"), {"recipes"}, {"full cache"}),
+        (
+            (*SHORT, "--budgets", "64", "--decode", "--every", "4", "--generate", "6"),
+            {"tokens"},
+            {"tokens of the full cache", "recipes"},
+        ),
+        (
+            ("bench", "latency", "--prompt-tokens", "8", "--output-tokens", "2", "--rounds", "1", "--text", "text"),
+            set(),
+            {"generations"},
+        ),
+        (("calibrate", "--out", "new", "--text", "text", "--length", "64", "--gate-steps", "0"), {"passages"}, set()),
+        (
+            ("calibrate", "--out", "new", "--text", "text", "--length", "64", "--gate-steps", "2"),
+            {"gates"},
+            {"passages"},
+        ),
+    ],
+)
+def test_time_left_is_said_where_steps_tell_it(
+    run: Run, tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...], foretells: set[str], without: set[str],
+) -> None:  # fmt: skip
+    """Steps that others follow, or that differ, foretell nothing."""
+    said, advance = list[str](), Progress.advance
+
+    def told(bar: Progress, *args: Any) -> None:
+        advance(bar, *args)
+        assert all(line.completed <= line.total for line in bar.tasks if line.total is not None)
+        said.append(console.how_far(bar))
+
+    monkeypatch.setattr(Progress, "advance", told)
+    assert run(*command).code == 0
+    steps = [line for line in said if line]
+    assert {line.split(":")[0] for line in steps if line.endswith(" left")} == foretells
+    assert {line.split(":")[0] for line in steps if not line.endswith(" left")} == without
 
 
 def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,16 +31,16 @@ def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     done = run(*BUILD)
     assert done.code == 0 and done.err.startswith(f"{RECIPE} keeps what the newest 8 tokens of the text attend to")
     match = re.fullmatch(
-        r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values before, ([\d.]+) MB after "
-        r"\(([\d.]+)% of a full 16-bit cache's\); the file has ([\d.]+) MB\n",
+        r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values in 16 bits before, "
+        r"([\d.]+) MB after \(([\d.]+)%\); the file has ([\d.]+) MB\n",
         done.out,
     )
     assert match and match[2] == RECIPE
     length = parts(tiny[1], text.read_text(encoding="utf-8"), "")[0].shape[1]
     assert int(match[1]) == length
-    per_entry = 2 * 2 * 2 * 8 * 4  # layers, KV heads, keys and values, head size, bytes
-    assert (match[3], match[4]) == (f"{length * per_entry / 1e6:.1f}", f"{length // 2 * per_entry / 1e6:.1f}")
+    heads = 2 * 2  # layers, KV heads
     # On a model of 16 bits an entry has 32 bytes and its position.
+    assert (match[3], match[4]) == (f"{length * heads * 32 / 1e6:.1f}", f"{length // 2 * heads * 36 / 1e6:.1f}")
     assert match[5] == f"{100 * (length // 2) * 36 / (length * 32):.1f}"
     assert float(match[6]) == round(Path("saved").stat().st_size / 1e6, 1)
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["saved", "text"]

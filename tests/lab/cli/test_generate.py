@@ -1,3 +1,4 @@
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import keepset
 from keepset import models
 from keepset.lab.cli.grid import sanitize
+from keepset.lab.texts import TextStreamer
 from tests.hf.models import generate
 from tests.lab.cli.conftest import Run
 
@@ -105,3 +107,22 @@ def test_a_known_question_decides_what_stays(run: Run, tiny: Any, text: Path) ->
     agnostic = keepset.Cache(model, recipe)
     generate(model, ids, agnostic, max_new_tokens=1)
     assert not torch.equal(agnostic.keep_set.mask(ids.shape[1]), aware.keep_set.mask(ids.shape[1]))
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_an_answer_that_ctrl_c_ends_ends_its_line(
+    run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    put = TextStreamer.put
+
+    def interrupted(streamer: TextStreamer, value: Any) -> None:
+        if len(streamer.ids) == 2:
+            raise KeyboardInterrupt
+        put(streamer, value)
+
+    monkeypatch.setattr(TextStreamer, "put", interrupted)
+    monkeypatch.setattr(tiny[1], "decode", lambda ids, **_: "a" * len(ids))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    turns = ["--recipe", "snapkv(window=8, bytes=0.5, turns=True)"]
+    done = run("generate", "Hello", "--recipe", "tova(keep=4)") if command == "generate" else run("chat", *turns)
+    assert (done.code, done.out, done.err) == (130, "aa\n", "interrupted\n")

@@ -17,7 +17,7 @@ def test_table_and_json_and_a_recipe_that_cannot_run(run: Run, monkeypatch: pyte
     done = run(*LATENCY, "--recipes", "tova(keep=20), knorm(keep=20)", *files)
     assert (done.code, done.err) == (0, "figures: a.json\n")
     lines = [line.split() for line in done.out.splitlines()]
-    assert " ".join(lines[1]) == "recipe first token tokens/s latency KV cache, MB peak, MB"
+    assert " ".join(lines[1]) == "recipe first token tokens/s latency allocated, MB peak, MB"
     for line, name in zip(lines[3:6] + lines[7:10], 2 * ["full cache", "tova(keep=20)", "knorm(keep=20)"], strict=True):
         assert " ".join(line).startswith(name)
     assert [lines[at] for at in (2, 6)] == [f"{tokens} tokens of prompt".split() for tokens in (32, 64)]

@@ -93,7 +93,11 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
         # The tiny model may end within a character, which is not shown.
         assert text.rstrip("\N{REPLACEMENT CHARACTER}").startswith(answer(sent, side)) and answer(sent, side)
     (sizes,) = [event["compressed"] for event in sent if "kept" in event.get("compressed", {})]
-    assert (sizes["bytes"], sizes["share"]) == (cache.nbytes, cache.share)
+    assert (sizes["allocated"], sizes["share"]) == (cache.nbytes, cache.share)
+    (whole,) = [event["full"] for event in sent if "bytes" in event.get("full", {})]
+    # Both are counted alike: two layers of two heads, 32 bytes an entry in 16 bits.
+    assert whole["bytes"] == 4 * 32 * ids.shape[1] == whole["allocated"] / 2
+    assert sizes["bytes"] / whole["bytes"] == sizes["share"]
     kept = cache.keep_set.mask(ids.shape[1])[:, 0].float()
     layers = [event for event in sent if "shares" in event]
     assert [event["layer"] for event in layers] == [1, 2]

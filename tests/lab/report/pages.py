@@ -74,7 +74,8 @@ LAYERS, HEADS = 3, 2
 
 def record(recipe: str, method: str, kl: float, share: float, **curves: Any) -> Record:
     figures = {
-        "keep": share, "share": share, "kv_bytes": int(share * 1e6), "kv_bytes_full": 1_000_000,
+        "keep": share, "share": share, "counted_bytes": int(share * 5e5), "kv_bytes": int(share * 1e6),
+        "kv_bytes_full": 1_000_000,
         "kl": kl, "nll_delta": kl / 2 - 0.01, "top1": 1 - kl / 4,
         "prefill_seconds": 1.5, "prefill_seconds_full": 1.4, "select_seconds": 0.01,
         "decode_tokens_per_second": 20.0, "needle_found": kl < 0.1,
@@ -100,7 +101,10 @@ def comparison(*rows: Record, tokens: int = len(TOKENS), **more: Any) -> Compari
         record("tova(keep=0.5)", "tova", 0.03, 0.5),
         record("none()", "none", 0.0, 1.0),
     ]
-    full = {"kv_bytes": 1_000_000, "answer": EVIL, "needle_found": True, "prefill_seconds": 1.4, "nll": 2.5}
+    full = {
+        "counted_bytes": 500_000, "kv_bytes": 1_000_000, "fixed_bytes": 0,
+        "answer": EVIL, "needle_found": True, "prefill_seconds": 1.4, "nll": 2.5,
+    }  # fmt: skip
     needle = Needle("", f"What? {EVIL}", "eat a sandwich")
     return Comparison(f"model {EVIL}", tokens, 8, full, needle, made, masks(made, tokens), **more)
 

@@ -21,7 +21,7 @@ def test_table_shows_figures_failures_and_needles() -> None:
     # The full cache, then the largest budget first, under each the best; what failed is last.
     assert [full[0], *(row[0] for row in others)] == ["full cache", *(NAMES[i] for i in (5, 4, 2, 0, 3, 1))]
     assert full[-2:] == ["yes", EVIL] and "inf" in others[4]
-    assert others[3][1:6] == ["25.0%", "0.2", "25.0%", "0.200", "+0.0900"] and others[3][-2:] == ["no", EVIL]
+    assert others[3][1:7] == ["25.0%", "0.1", "25.0%", "0.2", "0.200", "+0.0900"] and others[3][-2:] == ["no", EVIL]
     assert others[5][1:] == [f"no such thing as {EVIL}"]
     content = compare.render(comparison(Record("tova(", "tova(", error="it has no end")), TOKENS)
     assert rows(content)[-1] == ["tova(", "it has no end"]
