@@ -17,10 +17,11 @@ from tests.hf.models import tokenizer
 from tests.hf.test_turns import follow
 from tests.tiers import FULL
 from tests.vllm.chats import ChatTurn, replay
-from tests.vllm.compared import IDS, NO_BINDING, answers_of, full, networks_file, result
+from tests.vllm.compared import IDS, NO_BINDING, answers_of, full, networks_file, result, rounding_model
 from tests.vllm.conftest import SHAPE, TINY, oracle_of, save_tiny
 from tests.vllm.engine import SIGNING, Ask, Result, Scenario, sealed
 from tests.vllm.oracle import Oracle
+from tests.vllm.test_quantised_caches import INT8, rounded
 
 SAID = [IDS[0:150], IDS[200:240], IDS[300:423], IDS[500:516], IDS[600:640]]
 """What each turn adds."""
@@ -299,7 +300,7 @@ def test_pages_of_8_bits(model: Path) -> None:
     signed = {"additional_config": {"keepset": WHOLE, "keepset_signed": True}}
     cases = {
         (kind, name): scenario(WHOLE, model, asks, kv_cache_dtype=kind, **signed)
-        for kind in ("int8_per_token_head", "fp8")
+        for kind in (INT8, "fp8")
         for name, asks in (("together", turns), ("apart", apart))
     }
     engines = answers_of(cases)
@@ -307,6 +308,17 @@ def test_pages_of_8_bits(model: Path) -> None:
         together, alone = (result(engines, (kind, name)) for name in ("together", "apart"))
         assert together.cached == [0, 150, 230, 400] and not any(alone.cached)
         assert together.tokens == alone.tokens
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", WAYS)
+def test_the_default_recipe(way: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays is chosen across layers, fitted, and rounded once, as by a cache under transformers."""
+    recipe = "int8(match(pool(snapkv(window=8)), window=8), bytes=0.2, turns=True)"
+    loaded = rounding_model(model, lambda numbers: rounded(numbers, INT8), monkeypatch)
+    turns = follow(Cache(loaded, recipe), SAID, ANSWERS, model=loaded)
+    engine = scenario(recipe, model, asked(turns), kv_cache_dtype=INT8, **WAYS[way])
+    check(turns, result(answers_of({"": engine}), ""))
 
 
 def test_a_reset_forgets_conversations(model: Path, oracle: Oracle) -> None:
