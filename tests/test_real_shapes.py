@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import keepset
+from keepset.core.features.queries import PaddedQueries, Reference, ReferenceQueries
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.packed import BIAS
 from tests.hf.models import generate, oracle_gap, prompt, tiny
@@ -43,9 +44,13 @@ def test_entries_in_8_and_4_bits_are_near_in_every_precision(name: str, dtype: t
 def test_a_fit_is_never_worse_than_none(name: str, allocator: str) -> None:
     inner = f"{allocator}(snapkv(window=3))" if allocator else "snapkv(window=3)"
     observation = shaped(observe(SHAPE), name)
-    kept = keepset.Recipe.parse(f"match({inner}, window=8, keep=0.5)").select(observation).layer(0)
-    assert kept.values is not None and bool(kept.values.isfinite().all())
     assert observation.queries is not None and observation.query_positions is not None
+    newest = PaddedQueries(observation.queries, observation.query_positions >= 0)
+    none = PaddedQueries(newest.queries[:, :, :0], newest.exists[:, :0])
+    observation = observation.with_features({ReferenceQueries(1, 1): Reference(none, newest)})
+    assert observation.queries is not None and observation.query_positions is not None
+    kept = keepset.Recipe.parse(f"match({inner}, keep=0.5)").select(observation).layer(0)
+    assert kept.values is not None and bool(kept.values.isfinite().all())
     errors = torch.zeros(2, dtype=torch.float64)
     for row in range(SHAPE.batch * SHAPE.kv_heads):
         request, head = divmod(row, SHAPE.kv_heads)

@@ -116,7 +116,7 @@ def test_a_model_of_windows_only_is_said_to_stay_whole(states: bool) -> None:
         (looking(HiddenMoments(0), every=8), {}, "leave every= out"),
         (looking(QueryMoments(0), every=8), {}, "leave every= out"),
         (
-            "int8(match(knorm), keep=12, protect_prompt=True, every=8)",
+            "int8(match(knorm, window=0), keep=12, protect_prompt=True, every=8)",
             {},
             "match does nothing at any other: leave match",
         ),

@@ -23,8 +23,9 @@ COMPOSED += ["quantized(adakv(knorm), bits=4, keep=12)"]
 QUICK = ["knorm", "snapkv", "h2o", "expected_attention", "second_pass", "gvote", "adakv", "ams"]
 """Of everything that is looked at, and of every layout, one; the full tier has all methods."""
 
-BESIDES = {"quantized": 4}
-"""What a layer launches besides for each decoded token: queries, keys, values and the output are mixed."""
+BESIDES = {"quantized": 4, "match": 4}
+"""What a layer launches besides for each decoded token: queries, keys, values and the output are mixed; queries that an
+event will see once more are recorded with their rotation."""
 
 
 def step(model: Any, cache: Any, tokens: Tensor) -> None:

@@ -53,7 +53,7 @@ def used(run: Run, command: str) -> tuple[str, str]:
         match = re.search(r"^(.*): kept [\d.]+% of \d+ prompt tokens; .*\n", done.err, re.MULTILINE)
         assert match
         return match[1], done.err.replace(match[0], "")
-    match = re.match(r"saved: \d+ tokens under (.*) in ", done.out)
+    match = re.match(r"saved: \d+ tokens under (.*?\)) in ", done.out)
     assert match
     return match[1], done.err
 
