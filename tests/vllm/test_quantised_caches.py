@@ -43,7 +43,7 @@ FITTED = [
 ]
 TOKENS = 30 if FULL else 20
 LENGTHS = (130, 90, 200)
-FITTED_TO = [*(Ask(IDS[5 + 53 * i : 135 + 53 * i], TOKENS) for i in range(4)), Ask(IDS[700:701], TOKENS)]
+FITTED_TO = [*(Ask(IDS[5 + 53 * i :][:130], TOKENS) for i in (0, 1, 3, 4)), Ask(IDS[700:701], TOKENS)]
 TURMOIL = [Ask(IDS[at : at + n], 24, add=add) for at, n, add in ((332, 130, 0), (137, 70, 0), (606, 230, 9))]
 """These, too, are such prompts."""
 
