@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, islice, pairwise
@@ -120,6 +121,16 @@ class Budget:
     def _key(self) -> tuple[object, ...]:
         always = self.sinks, self.recent, self.recent_extra, self.protect_prompt, self.protect, self.short
         return type(self.keep), self.keep, self.bytes, *always
+
+    def is_exceeded(self, length: int) -> bool:
+        """Return whether more always stays of a text than the share of it that `keep` is.
+
+        Args:
+            length: tokens of the text.
+        """
+        if not isinstance(self.keep, float) or self.recent_extra or length < self.short:
+            return False
+        return min(self.sinks + self.recent, length) > max(math.floor(self.keep * length), 1)
 
     @property
     def is_given(self) -> bool:

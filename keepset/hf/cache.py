@@ -498,7 +498,7 @@ class Cache(ObservedCache):
         finished = event.finished()
         if event.has_nan:
             _say_once(_NAN_SCORES.format(recipe=self.recipe.text()))
-        if not self.events:
+        if not self.events and budget.is_exceeded(max(self.progress.tokens)):
             warn_beyond_budget(self.recipe, budget.keep, max(self.progress.tokens))
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -47,12 +48,12 @@ def what_stays(recipe: Recipe, model: PreTrainedModel, length: int) -> str | Non
 
 def _beyond_budget(recipe: Recipe, share: float | None, length: int) -> str | None:
     """Return that more stays of a prompt than a share of it; None if the budget decides, or is no share."""
-    budget = recipe.budget
+    if not isinstance(share, float):
+        return None
+    budget = replace(recipe.budget, keep=share, bytes=None)
+    if not budget.is_exceeded(length):
+        return None
     stays = min(budget.sinks + budget.recent, length)
-    if not isinstance(share, float) or budget.recent_extra or length < budget.short:
-        return None
-    if stays <= max(math.floor(share * length), 1):
-        return None
     return f"More than the budget stays: {_always(recipe)} of {length} tokens ({stays / length:.0%})."
 
 
