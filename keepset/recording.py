@@ -35,14 +35,14 @@ class RecordedFeatures:
     Attributes:
         sums: attention that is added to columns of the entries.
         moments: moments that are merged.
-        references: newest queries that an event after the prompt sees once more.
+        reference: the newest queries that an event after the prompt sees once more; None if it sees none.
         newest: how many of the newest queries an event after the prompt reads directly.
         every: tokens from event to event; None if there is no event after the prompt, or only between turns.
     """
 
     sums: tuple[WindowAttention, ...]
     moments: tuple[QueryMoments, ...]
-    references: tuple[ReferenceQueries, ...]
+    reference: ReferenceQueries | None
     newest: int
     every: int | None
 
@@ -57,9 +57,10 @@ class RecordedFeatures:
         """
         later = turns or every is not None
         moments = [feature for feature in needs.of(QueryMoments) if feature.buffer] if later else []
-        references = [feature for feature in needs.of(ReferenceQueries) if feature.later] if later else []
-        newest = max([needs.newest, *(feature.later for feature in references)])
-        return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), tuple(references), newest, every)
+        references = [feature for feature in needs.of(ReferenceQueries) if feature.later and later]
+        reference = references[0] if references else None  # all are merged into one
+        newest = needs.newest if reference is None else max(needs.newest, reference.later)
+        return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), reference, newest, every)
 
     @property
     def added_up(self) -> tuple[SummedFeature, ...]:
@@ -126,7 +127,7 @@ class Recording(RecordedFeatures):
         if turns:  # nobody knows when a turn ends, so all queries of the window wait until then
             waiting = max([needed.window(feature) for feature in needed.added_up], default=_MOST)
             newest = max(needed.newest, waiting)
-            return cls(needed.sums, (), needed.references, newest, every, waiting, group, drafts)
+            return cls(needed.sums, (), needed.reference, newest, every, waiting, group, drafts)
         waiting = _MOST
         if every is not None and isinstance(keep, int):  # an entry is a key and a value
             waiting = max(1, min(_MOST, 2 * (keep + every) // (_SHARE * group)))
@@ -135,7 +136,7 @@ class Recording(RecordedFeatures):
         direct_windows = [needed.window(feature) for feature in needed.moments if feature not in moments]
         drafts = 0 if every is None else drafts
         newest = max([needed.newest, *direct_windows])
-        return cls(needed.sums, moments, needed.references, newest, every, waiting, group, drafts)
+        return cls(needed.sums, moments, needed.reference, newest, every, waiting, group, drafts)
 
     def __bool__(self) -> bool:
         """Return whether any queries are recorded."""

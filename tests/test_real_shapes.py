@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import keepset
-from keepset.core.features.queries import PaddedQueries, Reference, ReferenceQueries
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.packed import BIAS
+from tests.allocators.fits import squared_errors, with_reference
 from tests.hf.models import generate, oracle_gap, prompt, tiny
 from tests.kernels import few_bits
 from tests.methods.naive import Shape, observe
@@ -43,31 +43,11 @@ def test_entries_in_8_and_4_bits_are_near_in_every_precision(name: str, dtype: t
 @pytest.mark.parametrize("allocator", ["", "adakv"])
 def test_a_fit_is_never_worse_than_none(name: str, allocator: str) -> None:
     inner = f"{allocator}(snapkv(window=3))" if allocator else "snapkv(window=3)"
-    observation = shaped(observe(SHAPE), name)
-    assert observation.queries is not None and observation.query_positions is not None
-    newest = PaddedQueries(observation.queries, observation.query_positions >= 0)
-    none = PaddedQueries(newest.queries[:, :, :0], newest.exists[:, :0])
-    observation = observation.with_features({ReferenceQueries(1, 1): Reference(none, newest)})
-    assert observation.queries is not None and observation.query_positions is not None
+    observation = with_reference(shaped(observe(SHAPE), name))
     kept = keepset.Recipe.parse(f"match({inner}, keep=0.5)").select(observation).layer(0)
     assert kept.values is not None and bool(kept.values.isfinite().all())
-    errors = torch.zeros(2, dtype=torch.float64)
-    for row in range(SHAPE.batch * SHAPE.kv_heads):
-        request, head = divmod(row, SHAPE.kv_heads)
-        exists = observation.query_positions[request] >= 0
-        group = observation.queries.unflatten(1, (SHAPE.kv_heads, -1))[request, head][:, exists].flatten(0, 1).double()
-        keys, values = (
-            part[request, head, : SHAPE.lengths[request]].double() for part in (observation.keys, observation.values)
-        )
-        part = slice(*kept.cu_seqlens[row : row + 2].tolist())
-        chosen = kept.indices[part]
-        products = group @ keys.T * observation.scaling
-        target = products.softmax(-1) @ values
-        biases = kept.state[BIAS][request, head][chosen].double()
-        assert bool(biases.isfinite().all())
-        fitted = (products[:, chosen] + biases).softmax(-1) @ kept.values[part].double()
-        untouched = products[:, chosen].softmax(-1) @ values[chosen]
-        errors += torch.stack([(fitted - target).square().sum(), (untouched - target).square().sum()])
+    assert bool(kept.state[BIAS].isfinite().all())
+    errors = squared_errors(observation, kept)
     assert errors[0] <= 1.01 * errors[1] + 1e-9
 
 

@@ -286,7 +286,7 @@ class QueryRecorder:
         self.reach, self._summed, self._every, self._turns = features.reach(), features.summed(), every or 0, turns
         self.newest = features.newest
         self._windows = {feature: features.window(feature) for feature in features.added_up}
-        self._rotated = bool(features.moments or features.references)
+        self._rotated = bool(features.moments or features.reference)
         """Whether the rotation of queries is recorded with them, because a feature needs them unrotated."""
         self.window, self.moments, self.added_up_to = QueryWindow(), dict[QueryMoments, Moments](), 0
         self._lengths: Int[Tensor, " batch"] | None = None
@@ -351,12 +351,12 @@ class QueryRecorder:
         for feature, moments in self.moments.items():
             assert new.layer_input is not None
             features[feature] = feature.distribution(moments, new.layer_input, new.lengths)
-        for reference in self._features.references:
-            if recorded := self.window.newest(reference.later):
-                assert new.layer_input is not None
-                newest_queries, positions = recorded["queries"], recorded["query_positions"]
-                source = new.layer_input.rotated_by(self.window.rotation(newest_queries.shape[2]))
-                features[reference] = reference.of_newest(newest_queries, positions, source, new.lengths)
+        reference = self._features.reference
+        if reference is not None and (recorded := self.window.newest(reference.later)):
+            assert new.layer_input is not None
+            newest_queries, positions = recorded["queries"], recorded["query_positions"]
+            source = new.layer_input.rotated_by(self.window.rotation(newest_queries.shape[2]))
+            features[reference] = reference.of_newest(newest_queries, positions, source, new.lengths)
         newest, padded = self.newest, new.padded
         queries = self.window.newest(newest)
         self.moments, self._few = {}, None

@@ -199,8 +199,8 @@ class LayerGroup:
     @property
     def ended_shape(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """The type and the shape of an ended turn's queries."""
-        most = max(reference.later for reference in self.planner.recording.references)
-        return self.ring.dtype, (len(self.layers), *self.ring.of_request(most))
+        reference = self.planner.recording.reference
+        return self.ring.dtype, (len(self.layers), *self.ring.of_request(reference.later if reference else 0))
 
     @property
     def holds_int8(self) -> bool:

@@ -239,11 +239,12 @@ class Observer:
             event: the event.
             layer_indices: indices of the layers in the group.
         """
-        features = [feature for feature in self._needs.of(QueryMoments) if feature.buffer]
-        if not len(event.slots):  # nothing is chosen any more
+        features, reference = [feature for feature in self._needs.of(QueryMoments) if feature.buffer], None
+        if not len(event.slots):  # all was chosen when the turn ended
             features = []
-        references = self._recording.references if len(event.slots) or event.queries is not None else ()
-        if not (features or references):
+        if len(event.slots) or event.queries is not None:
+            reference = self._recording.reference
+        if not features and reference is None:
             return {}
         source = self._query_source(layer_indices, slice(0))
         assert source is not None
@@ -256,7 +257,7 @@ class Observer:
                 moments = Moments()
                 feature.add(moments, Chunk(queries, list, positions, None, self.softmax.without_sinks, source=source))
             values[feature] = feature.distribution(moments, source, event.at.repeat(len(layer_indices)))
-        for reference in references:
+        if reference is not None:
             queries, positions = self.newest(event, layer_indices, reference.later)
             values[reference] = reference.of_newest(queries, positions, source, event.at.repeat(len(layer_indices)))
         return values

@@ -121,9 +121,8 @@ def choose_what_stays(groups: Sequence[LayerGroup], turn: EndedTurn) -> None:
         for group, entries in together:
             _note(group, entries, chosen.layer(entries.observation.layer_ids[0]))
     for number, (group, event) in enumerate(zip(groups, events, strict=True)):
-        if references := group.planner.recording.references:
-            most = max(reference.later for reference in references)
-            queries, _ = group.observer.newest(event, range(len(group.layers)), most)
+        if (reference := group.planner.recording.reference) is not None:
+            queries, _ = group.observer.newest(event, range(len(group.layers)), reference.later)
             page = turn.newest_page(number, group.block_size)
             group.ended_queries[page] = EndedQueries(queries.contiguous().cpu(), event.first_query)
         group.planner.close(event.records)
@@ -182,16 +181,16 @@ def begin_turn(groups: Sequence[LayerGroup], turn: NextTurn) -> list[int]:
     return emptied
 
 
-def forget_turns(groups: Mapping[int, LayerGroup], turns: Sequence[EndedTurn]) -> None:
+def forget_turns(groups: Mapping[int, LayerGroup], newest_pages: Sequence[Sequence[int]]) -> None:
     """Forget turns with which no other turn goes on.
 
     Args:
-        groups: the groups of layers, by their numbers in `turns`.
-        turns: the turns.
+        groups: the groups of layers, by their numbers among all that are compressed.
+        newest_pages: the page with the newest token of each turn, for each of all groups.
     """
     for number, group in groups.items():
-        for turn in turns:
-            group.ended_queries.pop(turn.newest_page(number, group.block_size), None)
+        for pages in newest_pages:
+            group.ended_queries.pop(pages[number], None)
 
 
 def _pages(

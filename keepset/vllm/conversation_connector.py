@@ -61,7 +61,7 @@ class TurnMessage(StepMessage):
     Attributes:
         left: turns that have ended.
         coming: turns that begin with a later step.
-        abandoned: turns that had ended earlier, with which none goes on.
+        abandoned: the newest pages of turns that had ended earlier, with which none goes on; for each group.
         windows: pages of layers with windows that are copied before this step.
         spills: conversations that are written to files before this step.
         reading: by request, the pages that are read from a file before its turn begins.
@@ -71,7 +71,7 @@ class TurnMessage(StepMessage):
 
     left: list[EndedTurn] = field(default_factory=list)
     coming: list[NextTurn] = field(default_factory=list)
-    abandoned: list[EndedTurn] = field(default_factory=list)
+    abandoned: list[list[int]] = field(default_factory=list)
     windows: list[CopiedPages] = field(default_factory=list)
     spills: list[Spill] = field(default_factory=list)
     reading: dict[str, FilePages] = field(default_factory=dict)

@@ -60,7 +60,7 @@ class Conversations:
     Attributes:
         to_spill: conversations that are written to files before the step that is scheduled, with their pages.
         to_delete: files that are deleted with that step.
-        abandoned: what ended turns have left that no turn will go on with, until the layers are told.
+        abandoned: the newest pages of conversations that are lost, for each group, until the layers are told.
     """
 
     pool: BlockPool
@@ -70,7 +70,7 @@ class Conversations:
     windows: WindowPages
     every: int | None
     user_mark: Sequence[int] = ()
-    abandoned: list[EndedTurn] = field(default_factory=list)
+    abandoned: list[list[int]] = field(default_factory=list)
     files: SpilledBytes | None = None
     to_spill: list[tuple[Conversation, FilePages]] = field(default_factory=list)
     to_delete: list[str] = field(default_factory=list)
@@ -589,4 +589,4 @@ class Conversations:
         for block in conversation.real_blocks:
             self._idle.pop(block.block_id, None)
         if conversation.blocks:
-            self.abandoned.append(conversation.ended)
+            self.abandoned.append([of_group[-1].block_id for of_group in conversation.blocks])

@@ -8,12 +8,12 @@ from torch import Tensor
 
 import keepset
 from keepset.allocators.post_processors import Match
-from keepset.core.features.queries import PaddedQueries, Reference, ReferenceQueries
 from keepset.hf.prompt_session import PromptSession
 from keepset.kernels.packed import BIAS
 from keepset.lab import texts
 from keepset.lab.compare.comparison import kl, mean
 from keepset.recording import RecordedFeatures
+from tests.allocators.fits import squared_errors, with_reference
 from tests.hf.models import generate, left_padded, prompt, recipe, same_keep_set, tiny
 from tests.methods.naive import Shape, every_shape, observe
 
@@ -24,33 +24,15 @@ def test_every_head_is_fitted_as_if_alone(shape: Shape, allocator: str) -> None:
     """Output of attention over what stays, entry by entry, is nearer to that over all than with what was there."""
     inner = f"{allocator}(snapkv(window=3))" if allocator else "snapkv(window=3)"
     matching = keepset.Recipe.parse(f"match({inner}, keep=0.5)")
-    observation = observe(shape)
-    assert observation.queries is not None and observation.query_positions is not None
-    newest = PaddedQueries(observation.queries, observation.query_positions >= 0)
-    none = PaddedQueries(newest.queries[:, :, :0], newest.exists[:, :0])
-    observation = observation.with_features({ReferenceQueries(1, 1): Reference(none, newest)})
+    observation = with_reference(observe(shape))
     kept = matching.select(observation).layer(0)
     assert same_keep_set(
         matching.select(observation), keepset.Recipe.parse(f"{inner[:-1]}, keep=0.5)").select(observation)
     )
-    assert kept.values is not None
-    assert observation.queries is not None and observation.query_positions is not None
-    errors = torch.zeros(2)
+    errors = squared_errors(observation, kept)
     for row in range(shape.batch * shape.kv_heads):
         request, head = divmod(row, shape.kv_heads)
-        exists = observation.query_positions[request] >= 0
-        group = observation.queries.unflatten(1, (shape.kv_heads, -1))[request, head][:, exists].flatten(0, 1).double()
-        keys, values = (
-            part[request, head, : shape.lengths[request]].double() for part in (observation.keys, observation.values)
-        )
-        head_part = slice(*kept.cu_seqlens[row : row + 2].tolist())
-        kept_indices = kept.indices[head_part]
-        logits = group @ keys.T * observation.scaling
-        target = logits.softmax(-1) @ values
-        biases = kept.state[BIAS][request, head][kept_indices].double()
-        fitted = (logits[:, kept_indices] + biases).softmax(-1) @ kept.values[head_part].double()
-        untouched = logits[:, kept_indices].softmax(-1) @ values[kept_indices]
-        errors += torch.stack([(fitted - target).square().sum(), (untouched - target).square().sum()])
+        kept_indices = kept.indices[slice(*kept.cu_seqlens[row : row + 2].tolist())]
         elsewhere = torch.ones(shape.entries, dtype=torch.bool).index_fill(0, kept_indices, False)
         assert not kept.state[BIAS][request, head][elsewhere].any()
     assert errors[0] <= errors[1] * 0.5 or shape.entries < 6
@@ -126,7 +108,7 @@ def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
     assert len(cache.events) == 3 and any(bias for _, bias in first.values())
     for entries in later:
         assert entries and all(first[key] == fitted for key, fitted in entries.items())
-    assert not RecordedFeatures.of(cache.recipe.method.traits.needs, every=8).references
+    assert RecordedFeatures.of(cache.recipe.method.traits.needs, every=8).reference is None
 
 
 @pytest.mark.parametrize("inner", ["snapkv(window=4)", "adakv(snapkv(window=4))", "ams(tova, window=4)"])

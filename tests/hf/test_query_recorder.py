@@ -118,6 +118,7 @@ def test_a_reference_after_the_prompt_is_the_newest_queries_as_if_they_came_next
         torch.testing.assert_close(newest.queries, turned, rtol=1e-4, atol=1e-5)
         compared += 1
 
+    feed(model, keepset.Cache(model, "match(knorm, keep=9)"), *padded_prompt([0], 20))  # looks at the rotation, once
     hooks = [
         layer.self_attn.q_proj.register_forward_hook(project(number)) for number, layer in enumerate(model.model.layers)
     ]

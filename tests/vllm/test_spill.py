@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +33,9 @@ from tests.vllm.test_conversations import (
     WAYS,
     WHOLE,
     check,
+    check_disturbed,
+    disturbed,
     followed,
-    plain_chats,
     question,
     windows,
     with_networks,
@@ -182,21 +182,10 @@ def test_pages_of_8_bits(kind: str, model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("way", "seed"), [("", 0), ("ahead", 1), ("own process", 3), ("", 4)])
 def test_nothing_is_mixed_up(way: str, seed: int, model: Path, oracle: Oracle, tmp_path: Path) -> None:
     """Many conversations in few pages, asked again, given up, and of more bytes than there may be on disk."""
-    draw, asks, expected = random.Random(seed), [], []
-    for chat in plain_chats(oracle, 9, 4, seed):
-        step = draw.randint(0, 60)
-        for turn in chat:
-            for _ in range(draw.choice([1, 1, 1, 2])):
-                abort = step + draw.randint(1, 25) if draw.random() < 0.2 else None
-                asks.append(Ask(turn.prompt, len(turn.answer), add=step, abort=abort))
-                expected.append(turn.answer)
-                step += draw.choice([1, 30, 45, 90])
+    asks, expected = disturbed(oracle, seed)
     few = {"num_gpu_blocks_override": 40, "max_num_seqs": 6, "limits": {"bytes": 2 * 10**6}}
     engine = result(answers_of({"": scenario(WHOLE, model, tmp_path, asks, **few, **WAYS[way])}), "")
-    for ask, answer, tokens in zip(asks, expected, engine.tokens, strict=True):
-        assert tokens is not None or ask.abort is not None
-        assert answer[: len(tokens or [])] == (tokens or [])
-        assert ask.abort is not None or len(tokens or []) == len(answer)
+    check_disturbed(asks, expected, engine)
     told = {name: engine.stats[f"conversations_{name}"] for name in ("spilled", "read", "lost", "evicted")}
     assert told["read"] and told["evicted"]  # how many depends on when the disk is done
     assert sum(path.stat().st_size for path in files_in(tmp_path)) <= 2 * 10**6
